@@ -190,7 +190,7 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
         const int64_t heads_with_units = int64_t{params.b} * plan.heads_with_units(params);
         plan.pieces = static_cast<int>(
             std::clamp<int64_t>(heads_with_units * units / 2, 1, wanted / plan.heads_of_piece(params)));
-        plan.aligned_pieces = aligned_pieces_for(plan.pieces, heads_with_units);
+        plan.align_pieces(aligned_pieces_for(plan.pieces, heads_with_units), heads_with_units);
         return plan;
     });
 }

@@ -20,23 +20,30 @@ enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
 
 // How one call is cut into pieces. The host computes it from shapes.
 struct SplitkvPlan {
-    Form form;                     // of splitkv; cluster with `cluster` = 0: its tiles, without clusters
-    int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
-    int row_tiles;                 // tiles that cover the rows of one key/value head of one sequence
-    int pieces;                    // CTAs for each row tile
-    int cluster;                   // CTAs that work on one head together; 0: pieces
-    int max_splits;                // slots for the splits of a head; 0: all keys are cut into pieces of equal size
-    int log2_unit;                 // keys of a unit where the splits are chosen
-    bool is_aligned;               // K and V can be read 16 bytes at a time
-    bool is_q_aligned;             // like is_aligned
-    cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
-    bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
-    int unit_keys = 0;             // keys of a unit; units begin at multiples of it. 0: log2_unit or num_splits counts
-    cutlass::FastDivmod by_unit;   // by unit_keys
-    float sum_factor = 1.0f;       // turns the sums in the slots into sums of probabilities
-    int aligned_pieces = 0;        // pieces if all heads have as many units; they begin or end with heads. 0: `pieces`
-    bool by_sequence = false;      // a piece has the same keys of all heads of a sequence, and a CTA for each of them
+    Form form;                      // of splitkv; cluster with `cluster` = 0: its tiles, without clusters
+    int tile_rows;                  // rows of a tile: the queries of all heads that share a key/value head
+    int row_tiles;                  // tiles that cover the rows of one key/value head of one sequence
+    int pieces;                     // CTAs for each row tile
+    int cluster;                    // CTAs that work on one head together; 0: pieces
+    int max_splits;                 // slots for the splits of a head; 0: all keys are cut into pieces of equal size
+    int log2_unit;                  // keys of a unit where the splits are chosen
+    bool is_aligned;                // K and V can be read 16 bytes at a time
+    bool is_q_aligned;              // like is_aligned
+    cutlass::FastDivmod by_ratio;   // by the query heads that share a key/value head
+    bool follows_append = false;    // the kernel before it in the stream is append_kv_kernel
+    int unit_keys = 0;              // keys of a unit; units begin at multiples of it. 0: log2_unit or num_splits counts
+    cutlass::FastDivmod by_unit;    // by unit_keys
+    float sum_factor = 1.0f;        // turns the sums in the slots into sums of probabilities
+    int aligned_pieces = 0;         // pieces if all heads have as many units; they begin or end with heads. 0: `pieces`
+    int group_heads, group_pieces;  // with aligned_pieces: so many heads are cut into so many pieces; one of them is 1
+    bool by_sequence = false;       // a piece has the same keys of all heads of a sequence, and a CTA for each of them
 
+    // Sets aligned_pieces, which begin or end with the `heads` heads.
+    void align_pieces(int pieces, int64_t heads) {
+        aligned_pieces = pieces;
+        group_heads = pieces > 0 && pieces < heads ? static_cast<int>(heads / pieces) : 1;
+        group_pieces = pieces > heads ? static_cast<int>(pieces / heads) : 1;
+    }
     // Units begin at multiples of `keys`.
     void align_units(int keys) {
         unit_keys = keys;
@@ -160,6 +167,7 @@ public:
         for (int i = 0; i < per_lane; ++i) {
             if (lane * per_lane + i < params.b) {
                 const int count = count_of(lane * per_lane + i);
+                first_count = i == 0 ? count : first_count;
                 of_this_lane += count * plan.heads_with_units(params);
                 max_units = max(max_units, count);
                 min_units = min(min_units, count);
@@ -179,10 +187,9 @@ public:
         // empty.
         const int max_pieces = plan.max_splits > 0 ? total : total / 2;
         if (is_equal && plan.aligned_pieces > 0 && plan.aligned_pieces <= max_pieces) {
-            const int heads = params.b * plan.heads_with_units(params);
             pieces = plan.aligned_pieces;
-            pieces_of_group = max(pieces / heads, 1);
-            units_of_group = pieces < heads ? total / pieces : max_units;
+            pieces_of_group = plan.group_pieces;
+            units_of_group = max_units * plan.group_heads;
         } else {
             pieces = pieces_of_group = max(min(plan.pieces, max_pieces), 1);
             units_of_group = total;
@@ -191,10 +198,16 @@ public:
         longer_pieces = units_of_group - units_of_piece * pieces_of_group;
     }
 
-    // The first unit of a piece; the number of units from the last piece on.
-    __device__ int begin_of(int piece) const {
-        const int group = min(piece, pieces) / pieces_of_group, in_group = min(piece, pieces) - group * pieces_of_group;
-        return group * units_of_group + in_group * units_of_piece + min(in_group, longer_pieces);
+    struct Piece {
+        int first, count;  // units
+    };
+    __device__ Piece piece(int index) const {
+        if (index >= pieces) {
+            return {0, 0};
+        }
+        const int group = index / pieces_of_group, in_group = index - group * pieces_of_group;
+        return {group * units_of_group + in_group * units_of_piece + min(in_group, longer_pieces),
+                units_of_piece + (in_group < longer_pieces)};
     }
     // The piece that holds a unit.
     __device__ int piece_of(int unit) const {
@@ -210,14 +223,16 @@ public:
         UnitPlace place{};
         const bool is_here = unit >= before && unit < before + of_this_lane;
         if (is_here) {
-            int bidb = threadIdx.x % 32 * per_lane, left = unit - before;
+            const int heads = plan.heads_with_units(params);
+            int bidb = threadIdx.x % 32 * per_lane, left = unit - before, count = first_count;
+            // It ends even if another stream writes lengths meanwhile.
 #pragma unroll 1
-            for (int units = units_of(bidb); left >= units; units = units_of(++bidb)) {
-                left -= units;
+            while (left >= count * heads && bidb + 1 < params.b) {
+                left -= count * heads;
+                count = count_of(++bidb);
             }
-            const int count = count_of(bidb), head = left / count;
-            left -= head * count;
-            place = {bidb, head, left};
+            const int head = min(left / count, heads - 1);
+            place = {bidb, head, left - head * count};
         }
         const int source = __ffs(__ballot_sync(kAllLanes, is_here)) - 1;
         const auto from_source = [&](int x) { return uniform(__shfl_sync(kAllLanes, x, source)); };
@@ -230,15 +245,13 @@ private:
     const SplitkvPlan &plan;
     const int per_lane;            // sequences
     int before, of_this_lane = 0;  // units
+    int first_count = 0;           // units of a head of the lane's first sequence
     int pieces;                    // in use
     // Pieces are cut within groups: one head, several heads of one piece, or all heads.
     int pieces_of_group, units_of_group;
     int units_of_piece, longer_pieces;  // longer_pieces: of a group, those with one unit more
 
     __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
-    __device__ int units_of(int bidb) const {
-        return bidb < params.b ? count_of(bidb) * plan.heads_with_units(params) : 0;
-    }
 };
 
 // Walks through the runs of one piece and tells the combine kernel which heads have several.
@@ -250,8 +263,9 @@ public:
     // head: of the piece, if plan.by_sequence, else 0. Called by a whole warp; all warps of a CTA may do so.
     __device__ Runs(const Flash_fwd_params &params, const SplitkvPlan &plan, int piece, int head)
         : params(params), plan(plan), schedule(params, plan), piece(piece), head(head) {
-        first_unit = schedule.begin_of(piece);
-        left = schedule.begin_of(piece + 1) - first_unit;
+        const Schedule::Piece units = schedule.piece(piece);
+        first_unit = units.first;
+        left = units.count;
         at = left > 0 ? schedule.find(first_unit) : UnitPlace{};
     }
 

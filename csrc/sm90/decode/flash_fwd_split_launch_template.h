@@ -70,7 +70,7 @@ kvcache::SplitkvPlan split_plan(const Flash_fwd_params &params) {
     plan.tile_rows = Traits::kBlockM;
     plan.row_tiles = static_cast<int>(row_tiles);
     plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * units / 2, 1, wanted));
-    plan.aligned_pieces = heads % plan.pieces == 0 || plan.pieces % heads == 0 ? plan.pieces : 0;
+    plan.align_pieces(heads % plan.pieces == 0 || plan.pieces % heads == 0 ? plan.pieces : 0, heads);
     plan.align_units(static_cast<int>(unit));
     plan.sum_factor = 1.0f / Softmax<typename Traits::Element, 2>::kOne;
     plan.by_ratio = cutlass::FastDivmod(params.h_h_k_ratio);
