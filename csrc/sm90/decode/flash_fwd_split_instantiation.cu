@@ -1,7 +1,7 @@
 // Compiled once per dtype and head dim: build_tools/kernels.py defines FLASH_DTYPE and FLASH_HEADDIM.
 
 // wgmma of every width, for tiles of 112 and 80 keys.
-#if FLASH_HEADDIM != 96
+#if FLASH_HEADDIM > 128
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #endif
 #include "flash_fwd_split_launch_template.h"

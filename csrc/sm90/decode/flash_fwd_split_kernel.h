@@ -30,11 +30,11 @@ namespace flash::sm90 {
 template <int kHeadDim>
 struct TileSizesSplitTall;
 template <>
-struct TileSizesSplitTall<64> : TileFwd<3, 112, 5, 1, false> {};
+struct TileSizesSplitTall<64> : TileFwd<3, 96, 6, 1, false> {};
 template <>
 struct TileSizesSplitTall<96> : TileFwd<3, 96, 4, 1, false> {};
 template <>
-struct TileSizesSplitTall<128> : TileFwd<3, 80, 4, 1, false> {};
+struct TileSizesSplitTall<128> : TileFwd<3, 64, 5, 1, false> {};
 
 // The query heads of a group for which tiles are used, at least: queries of one tile are not too far apart.
 template <typename TileSize>
