@@ -14,40 +14,61 @@ namespace flash::kvcache {
 
 // ---- the tiles, in five forms (Form in splitkv_schedule.h). The warps of a group share a pipeline of key tiles, and
 // each warp has 16 rows. At the end the kernel sums the results of the groups.
-//   few_rows       four groups of one warp
-//   cluster        eight groups of one warp, as wide CTAs; beyond head dim 128 four, in clusters
-//   short_cluster  four groups of one warp
-//   warp_pairs     two groups of two warps
-//   many_rows      one group of four to eight warps
+//   few_rows    four groups of one warp
+//   wide        the same with larger tiles, one CTA an SM; up to head dim 64 eight groups
+//   cluster     four groups of one warp
+//   warp_pairs  two groups of two warps
+//   many_rows   one group of four to eight warps
 
 constexpr int kWarpRows = 16;  // the m16 of mma.sync
 constexpr int kMaxWarps = 8;
+
+// Stages of a group. round_bytes: of the tiles of one stage of all groups.
+constexpr int stages_of(Form form, int headdim, int round_bytes) {
+    // In flight on an SM, 96 KB keep the memory busy. With 192 KB it is up to 3 % slower (H200).
+    constexpr int kEnoughBytes = 128 << 10;
+    const bool has_three = form == Form::many_rows    ? headdim <= 128
+                           : form == Form::warp_pairs ? headdim <= 64 || headdim > 192
+                           : form == Form::wide       ? 2 * round_bytes < kEnoughBytes
+                                                      : form == Form::cluster || headdim > 192;
+    return has_three ? 3 : 2;
+}
+
+// CTAs on an SM, for the compiler, which limits the registers of a thread.
+constexpr int ctas_of(Form form, int headdim) {
+    switch (form) {
+        case Form::many_rows:
+            return headdim <= 128 ? 2 : 1;
+        case Form::warp_pairs:
+            return headdim <= 128 ? 3 : 2;
+        case Form::few_rows:
+            return headdim <= 64 ? 3 : 2;
+        default:
+            return 1;
+    }
+}
 
 template <DType kDType, int kHeadDim_, Form kForm>
 struct SplitkvTraits {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr bool kIsOneGroup = kForm == Form::many_rows, kArePairs = kForm == Form::warp_pairs;
-    static constexpr bool kIsCluster = kForm == Form::cluster || kForm == Form::short_cluster;
-    // Up to head dim 128, wide CTAs read long caches faster.
-    static constexpr bool kRunsInClusters = kForm == Form::short_cluster || (kForm == Form::cluster && kHeadDim > 128);
+    static constexpr bool kIsCluster = kForm == Form::cluster, kIsWide = kForm == Form::wide;
     static constexpr int kGroupWarps = kIsOneGroup ? kMaxWarps : kArePairs ? 2 : 1;  // at most
-    static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kForm == Form::cluster && kHeadDim <= 128 ? 8 : 4;
+    static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kIsWide && kHeadDim <= 64 ? 8 : 4;
     static constexpr int kMaxRows = kGroupWarps * kWarpRows;
 
     // Keys of a tile: at most 32, one for each lane.
-    static constexpr int kKeys = kGroupWarps == 1 && kHeadDim > 64 ? 16 : 32;
+    static constexpr int kKeys = kGroupWarps == 1 && kHeadDim > 64 && !kIsWide ? 16 : 32;
     static constexpr int kRoundKeys = kGroups * kKeys;  // one tile for each group
-    // Keys of a unit of the schedule: few in a cluster, so that a short cache has keys for all CTAs.
-    static constexpr int kUnit = kIsCluster ? kKeys : kRoundKeys;
-    // Few rows and warp pairs: three CTAs fit into an SM, two with head dim 192, one with 256.
-    static constexpr bool kFitsThreeStages = kIsCluster || (kArePairs && kHeadDim <= 64) || kHeadDim > 192;
-    static constexpr int kStages = (kIsOneGroup ? kHeadDim <= 128 : kFitsThreeStages) ? 3 : 2;
+    // Keys of a unit of the schedule: few where CTAs are few, so that a short cache has keys for all of them.
+    static constexpr int kUnit = kIsCluster || kIsWide ? kKeys : kRoundKeys;
+    static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
+    static constexpr int kTileElements = kKeys * kHeadDim;
+    static constexpr int kStages = stages_of(kForm, kHeadDim, kGroups * 2 * kTileElements * int(sizeof(Element)));
     // True: Q stays in registers over the loop. Else it is read from shared memory for each key tile.
     static constexpr bool kQInRegisters = !kIsOneGroup && kHeadDim <= 128;
 
-    static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
-    static constexpr int kTileElements = kKeys * kHeadDim;
     static constexpr int kOStride = kHeadDim + 4;  // floats of a row of O in shared memory; + 4: fewer bank conflicts
 
     struct Row {
@@ -63,21 +84,24 @@ struct SplitkvTraits {
     };
 
     static constexpr int threads(int tile_rows) { return 32 * kGroups * (tile_rows / kWarpRows); }
+    // True: while a CTA stores the results of a run, it loads the keys of the next one. O lies in the place of the
+    // tiles that were multiplied last, so it has to fit there.
+    static constexpr bool kLoadsNextRun =
+        kIsWide && kWarpRows * kOStride * int(sizeof(float)) <= 2 * kTileElements * int(sizeof(Element));
     static constexpr int smem_size(int tile_rows) {
         const int q = tile_rows * kHeadDim * int(sizeof(Element)),
                   o = kGroups * tile_rows * kOStride * int(sizeof(float));
-        return int(sizeof(SharedStorage)) + std::max(q, o - int(sizeof(SharedStorage::tiles)));
+        return int(sizeof(SharedStorage)) + std::max(q, kLoadsNextRun ? 0 : o - int(sizeof(SharedStorage::tiles)));
     }
-    // The registers of a thread are limited to what this many CTAs of kMaxThreads threads leave.
     static constexpr int kMaxThreads = threads(kMaxRows);
-    static constexpr int kMinCtas = kIsCluster ? 1 : (kHeadDim <= 128 ? 2 : 1) + (kIsOneGroup ? 0 : 1);
+    static constexpr int kMinCtas = ctas_of(kForm, kHeadDim);
     // CTAs that the registers of an SM hold.
     static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
 };
 
-// Beyond head dim 128 the cluster has four groups, too.
+// Beyond, few_rows has tiles of the same size and one or two CTAs on an SM.
 template <int kHeadDim>
-constexpr Form kShortCluster = kHeadDim <= 128 ? Form::short_cluster : Form::cluster;
+constexpr bool kHasWideForm = kHeadDim <= 128;
 
 // Calls function with the traits of a form.
 template <DType kDType, int kHeadDim, typename Function>
@@ -89,8 +113,11 @@ auto call_with_traits(Form form, const Function &function) {
             return function(SplitkvTraits<kDType, kHeadDim, Form::warp_pairs>{});
         case Form::cluster:
             return function(SplitkvTraits<kDType, kHeadDim, Form::cluster>{});
-        case Form::short_cluster:
-            return function(SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>{});
+        case Form::wide:
+            if constexpr (kHasWideForm<kHeadDim>) {
+                return function(SplitkvTraits<kDType, kHeadDim, Form::wide>{});
+            }
+            [[fallthrough]];
         default:
             return function(SplitkvTraits<kDType, kHeadDim, Form::few_rows>{});
     }
@@ -128,14 +155,17 @@ __device__ __forceinline__ void cp_async_16(uint32_t target, const void *source,
 
 // The keys of one head of one sequence.
 template <typename Traits>
-class KeySource {
+struct KeySource {
     using Element = typename Traits::Element;
+    const Element *k, *v;  // of the head
+    const int *pages;      // of the sequence; null: a contiguous cache
+    int first;             // left padding
+    int bidb;
 
-public:
+    KeySource() = default;
     __device__ KeySource(const Flash_fwd_params &params, const Sequence &sequence, int bidb, int bidh_k)
         : k(static_cast<const Element *>(params.k.ptr) + bidh_k * params.k.head_stride),
           v(static_cast<const Element *>(params.v.ptr) + bidh_k * params.v.head_stride),
-          params(params),
           pages(params.block_table == nullptr ? nullptr : params.block_table + bidb * params.block_table_batch_stride),
           first(sequence.k_begin),
           bidb(sequence.k_bidb) {}
@@ -145,7 +175,7 @@ public:
         int page;  // batch index without pages; as the block table has it, maybe out of range
         int row;
     };
-    __device__ __forceinline__ Place find(int key) const {  // needs key < seqlen_k
+    __device__ __forceinline__ Place find(const Flash_fwd_params &params, int key) const {  // needs key < seqlen_k
         const int row = first + key;
         if (pages == nullptr) {
             return {bidb, row};
@@ -157,20 +187,12 @@ public:
     struct Offsets {
         int64_t k, v;
     };
-    __device__ __forceinline__ Offsets offsets_of(const Place &place) const {
+    __device__ __forceinline__ Offsets offsets_of(const Flash_fwd_params &params, const Place &place) const {
         const int page =
             pages == nullptr ? place.page : static_cast<int>(min(unsigned(place.page), unsigned(params.num_pages - 1)));
         return {page * params.k.batch_stride + place.row * params.k.row_stride,
                 page * params.v.batch_stride + place.row * params.v.row_stride};
     }
-
-    const Element *const k, *const v;  // of the head
-
-private:
-    const Flash_fwd_params &params;
-    const int *pages;  // of the sequence
-    const int first;   // left padding
-    const int bidb;
 };
 
 // Copies 8 elements from any address to shared memory, and zeros past `columns`.
@@ -183,35 +205,44 @@ __device__ __forceinline__ void copy_chunk(uint32_t target, const Element *sourc
     }
 }
 
-// Loads the tiles of one group: tile i holds the keys from begin + i * kRoundKeys on. Called by all threads of the
-// group.
+// Loads the tiles of one group to its stages in turn, run after run: tile i of the group in a run holds the keys from
+// begin + group * kKeys + i * kRoundKeys on. Called by all threads of the group.
 template <typename Traits>
 class TileLoader {
     using Element = typename Traits::Element;
 
 public:
-    __device__ TileLoader(const KeySource<Traits> &source, const SplitkvPlan &plan, uint32_t buffers, int begin,
-                          int end, int d)
-        : source(source),
+    // buffers: address of the group's stage 0 in shared memory.
+    __device__ TileLoader(const Flash_fwd_params &params, const SplitkvPlan &plan, int group, uint32_t buffers)
+        : params(params),
           buffers(buffers),
-          next_key(begin),
-          end(end),
-          d(d),
+          group(group),
           is_aligned(plan.is_aligned),
-          policy(l2_policy(plan.row_tiles == 1)) {
-        find_places();
+          policy(l2_policy(plan.row_tiles == 1)) {}
+
+    // The next tiles are those of a run with keys [begin, end).
+    __device__ __forceinline__ void start(const KeySource<Traits> &source, int begin, int end) {
+        this->source = source;
+        round_key = begin;
+        this->end = end;
+        first_place = 0;
+        if (begin < end) {
+            find_places();
+        }
     }
 
     // Starts the copy of the next tile, if there is one. Keys and columns out of range become zeros.
     __device__ __forceinline__ void load() {
-        if (next_key < end) {
+        if (round_key < end) {
             const uint32_t tile = buffers + stage * kStageBytes;
-            if (is_aligned) {
-                copy_rows<true>(tile);
-            } else {
-                copy_rows<false>(tile);
+            if (next_key() < end) {
+                if (is_aligned) {
+                    copy_rows<true>(tile);
+                } else {
+                    copy_rows<false>(tile);
+                }
             }
-            next_key += Traits::kRoundKeys;
+            round_key += Traits::kRoundKeys;
             stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
             first_place = (first_place + Traits::kKeys) % 32;
             if (first_place == 0) {
@@ -222,29 +253,32 @@ public:
 
 private:
     static constexpr int kStageBytes = 2 * Traits::kTileElements * sizeof(Element);
-    const KeySource<Traits> &source;
-    const uint32_t buffers;  // address of stage 0 in shared memory
-    int next_key;            // of the next tile
-    const int end, d;
+    const Flash_fwd_params &params;
+    const uint32_t buffers;
+    const int group;
     const bool is_aligned;
     const uint64_t policy;
+    KeySource<Traits> source;
+    int round_key = 0, end = 0;  // of the next tiles of all groups
     int stage = 0;
     typename KeySource<Traits>::Place place;  // of a key of the next tiles, one for each lane
     int first_place = 0;                      // the lane that has the first key of the next tile
+
+    __device__ __forceinline__ int next_key() const { return round_key + group * Traits::kKeys; }
 
     // Finds 32 rows: one tile, or two that the group loads one after the other. Early, because reading the block table
     // takes time, and longer than a tile where the copies of a few tiles wait in front of it.
     __device__ __forceinline__ void find_places() {
         const int lane = threadIdx.x % 32;
-        const int key = next_key + lane / Traits::kKeys * Traits::kRoundKeys + lane % Traits::kKeys;
-        place = source.find(min(key, end - 1));
+        const int key = next_key() + lane / Traits::kKeys * Traits::kRoundKeys + lane % Traits::kKeys;
+        place = source.find(params, min(key, end - 1));
     }
 
     template <bool kIsAligned>
     __device__ __forceinline__ void copy_rows(uint32_t tile) {
         constexpr int kChunksOfWarp = 32, kSteps = Traits::kKeys * Traits::kChunks / kChunksOfWarp;
         static_assert(Traits::kKeys * Traits::kChunks % kChunksOfWarp == 0);
-        const auto offsets = source.offsets_of(place);
+        const auto offsets = source.offsets_of(params, place);
         const int first = Traits::kGroupWarps == 1 ? 0 : warp_index() % Traits::kGroupWarps;
         const int stride = Traits::kIsOneGroup ? blockDim.x / 32 : Traits::kGroupWarps;
 #pragma unroll(kIsAligned ? (Traits::kIsOneGroup ? 2 : kSteps) : 1)
@@ -255,7 +289,7 @@ private:
             }
             const int index = step * kChunksOfWarp + threadIdx.x % 32;
             const int row = index / Traits::kChunks, chunk = index % Traits::kChunks;
-            const bool is_in_range = next_key + row < end && chunk * 8 < d;
+            const bool is_in_range = next_key() + row < end && chunk * 8 < params.d;
             const Element *k = source.k + __shfl_sync(0xffffffffu, offsets.k, first_place + row) + chunk * 8;
             const Element *v = source.v + __shfl_sync(0xffffffffu, offsets.v, first_place + row) + chunk * 8;
             const uint32_t target_k = tile + chunk_offset<Traits::kHeadDim, Traits::kKeys>(row, chunk),
@@ -264,8 +298,8 @@ private:
                 cp_async_16(target_k, k, is_in_range, policy);
                 cp_async_16(target_v, v, is_in_range, policy);
             } else {
-                copy_chunk(target_k, k, is_in_range ? d - chunk * 8 : 0);
-                copy_chunk(target_v, v, is_in_range ? d - chunk * 8 : 0);
+                copy_chunk(target_k, k, is_in_range ? params.d - chunk * 8 : 0);
+                copy_chunk(target_v, v, is_in_range ? params.d - chunk * 8 : 0);
             }
         }
     }

@@ -15,36 +15,62 @@ namespace flash::kvcache {
 
 using namespace cute;
 
+// The keys of one head of one sequence that the rows of a row tile see in one run.
+struct VisibleKeys {
+    Sequence sequence;
+    int bidb, bidh_k;
+    int begin, end;
+    int full_begin, full_end;  // every row sees the keys in between
+
+    VisibleKeys() = default;
+    // Of keys [begin, end).
+    __device__ VisibleKeys(const Flash_fwd_params &params, const SplitkvPlan &plan, const Sequence &sequence, int bidb,
+                           int bidh_k, int begin, int end)
+        : sequence(sequence), bidb(bidb), bidh_k(bidh_k) {
+        const KeyRange<true> range(params, sequence.seqlen_q, sequence.seqlen_k);
+        const int first_row = blockIdx.x * plan.tile_rows,
+                  last_row = min(first_row + plan.tile_rows, params.seqlen_q * params.h_h_k_ratio) - 1;
+        const int first_query = plan.by_ratio.div(first_row), last_query = plan.by_ratio.div(last_row);
+        this->begin = uniform(max(begin, range.begin_key(first_query)));
+        this->end = uniform(min(end, range.end_key(last_query)));
+        full_begin = uniform(range.begin_key(last_query));
+        full_end = uniform(min(range.end_key(first_query), this->end));
+    }
+};
+
+// What one run of a CTA leaves to the next.
+struct PipelineState {
+    int stage = 0;             // of the next tile that is multiplied
+    int loads = 0;             // for the next run: begun before it, where it may have as many tiles
+    bool has_queries = false;  // the copy of its rows has begun
+};
+
 template <typename Traits>
 class RunOfKeys {
     using Element = typename Traits::Element;
     static constexpr int kHeadDim = Traits::kHeadDim, kKeys = Traits::kKeys;
 
 public:
-    // Keys [begin, end) of one head of one sequence.
     __device__ RunOfKeys(const Flash_fwd_params &params, const SplitkvPlan &plan,
-                         typename Traits::SharedStorage &shared, const Sequence &sequence, int bidb, int bidh_k,
-                         int begin, int end)
+                         typename Traits::SharedStorage &shared, const VisibleKeys &keys)
         : params(params),
           plan(plan),
           shared(shared),
-          sequence(sequence),
-          bidb(bidb),
-          bidh_k(bidh_k),
+          keys(keys),
           rows(min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - int(blockIdx.x) * plan.tile_rows)),
-          softmax(params.scale_softmax_log2) {
-        // A row tile may see less than the call as a whole, and not all of it with every row.
-        const KeyRange<true> range(params, sequence.seqlen_q, sequence.seqlen_k);
-        const int first_query = row_at(0).query, last_query = row_at(rows - 1).query;
-        this->begin = uniform(max(begin, range.begin_key(first_query)));
-        this->end = uniform(min(end, range.end_key(last_query)));
-        full_begin = uniform(range.begin_key(last_query));
-        full_end = uniform(min(range.end_key(first_query), this->end));
+          softmax(params.scale_softmax_log2) {}
+
+    // The loader of all runs of this CTA.
+    __device__ __forceinline__ static TileLoader<Traits> loader(const Flash_fwd_params &params, const SplitkvPlan &plan,
+                                                                typename Traits::SharedStorage &shared) {
+        return {params, plan, group(), static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group()]))};
     }
 
     // Leaves the results of all groups in shared memory. Calls while_loading() when the first loads are on their way.
-    template <typename WhileLoading>
-    __device__ __forceinline__ void compute(const WhileLoading &while_loading) {
+    // With kLoadsNextRun also start_next(), which starts the loader on the next run.
+    template <typename WhileLoading, typename StartNext>
+    __device__ __forceinline__ void compute(TileLoader<Traits> &loader, PipelineState &state,
+                                            const WhileLoading &while_loading, const StartNext &start_next) {
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
@@ -52,15 +78,39 @@ public:
                 acc_o[n][j] = 0.0f;
             }
         }
-        if (begin < end) {
-            loop(while_loading);
+        loop(loader, state, while_loading, start_next);
+        if constexpr (Traits::kLoadsNextRun) {
+            results_stage = (state.stage == 0 ? Traits::kStages : state.stage) - 1;
         } else {
-            while_loading();
+            cp_async_wait_group<0>();
+            __syncthreads();  // all warps are done with the key tiles: the results take their place
         }
-        cp_async_wait_group<0>();
-        __syncthreads();  // all warps are done with the key tiles: the results take their place
         store_results();
         __syncthreads();  // the results are complete
+    }
+
+    // Starts the copy of Q to shared memory, with zeros past the last row; and stores what masks and ALiBi need to know
+    // of each row.
+    __device__ __forceinline__ void copy_rows() const {
+        const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile()));
+#pragma unroll 1
+        for (int index = threadIdx.x; index < plan.tile_rows * Traits::kChunks; index += blockDim.x) {
+            const int row = index / Traits::kChunks, chunk = index % Traits::kChunks;
+            const RowAt at = row_at(row);
+            const bool is_in_range = row < rows && chunk * 8 < params.d;
+            const Element *source = static_cast<const Element *>(params.q.ptr) + keys.bidb * params.q.batch_stride +
+                                    at.query * params.q.row_stride + at.bidh * params.q.head_stride + chunk * 8;
+            const uint32_t to = target + q_offset(row, chunk);
+            if (plan.is_q_aligned) {
+                cp_async_16(to, source, is_in_range);
+            } else {
+                copy_chunk(to, source, is_in_range ? params.d - chunk * 8 : 0);
+            }
+            if (chunk == 0) {
+                const RowAt known = row_at(min(row, rows - 1));
+                shared.rows[row] = {known.query, ScoreMod(params, keys.bidb, known.bidh, 0).slope};
+            }
+        }
     }
 
     // Stores the rows: finished, or in a slot for partial results (slot >= 0).
@@ -119,13 +169,11 @@ private:
     const Flash_fwd_params &params;
     const SplitkvPlan &plan;
     typename Traits::SharedStorage &shared;
-    const Sequence &sequence;
-    const int bidb, bidh_k;
-    int begin, end;            // keys
-    int full_begin, full_end;  // every row sees the keys in between
-    const int rows;            // of this row tile
+    const VisibleKeys &keys;
+    const int rows;  // of this row tile
     Softmax<2> softmax;
     float acc_o[kHeadDim / 8][4];
+    int results_stage = 0;
 
     static constexpr int kVectors = kHeadDim / 4;
 
@@ -147,7 +195,7 @@ private:
 
     __device__ __forceinline__ void store_finished(int row, int column, const RowResult &result) const {
         const RowAt at = row_at(row);
-        result.store<Element>(params, bidb, at.bidh, at.query, column);
+        result.store<Element>(params, keys.bidb, at.bidh, at.query, column);
     }
 
     struct RowAt {
@@ -157,7 +205,7 @@ private:
     __device__ RowAt row_at(int row) const {
         int query, head;
         plan.by_ratio(query, head, blockIdx.x * plan.tile_rows + row);
-        return {query, bidh_k * params.h_h_k_ratio + head};
+        return {query, keys.bidh_k * params.h_h_k_ratio + head};
     }
     __device__ static int group() { return Traits::kIsOneGroup ? 0 : warp_index() / Traits::kGroupWarps; }
     // The first row of this warp, and row i (0 or 1) of this thread.
@@ -178,47 +226,64 @@ private:
     __device__ __forceinline__ Element *q_tile() const { return &shared.tiles[0][0][0][0] + kTilesElements; }
     static constexpr int kTilesElements = sizeof(shared.tiles) / sizeof(Element);
 
-    template <typename WhileLoading>
-    __device__ __forceinline__ void loop(const WhileLoading &while_loading) {
-        const int group = this->group(), first_key = begin + group * kKeys;
-        const KeySource<Traits> source(params, sequence, bidb, bidh_k);
+    template <typename WhileLoading, typename StartNext>
+    __device__ __forceinline__ void loop(TileLoader<Traits> &loader, PipelineState &state,
+                                         const WhileLoading &while_loading, const StartNext &start_next) {
+        constexpr int kStages = Traits::kStages;
+        const int group = this->group(), first_key = keys.begin + group * kKeys;
         const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
-        TileLoader<Traits> loader(source, plan, tiles, first_key, end, params.d);
         const bool is_idle = row_of_warp() >= rows;
-        const int tiles_of_group = (end - begin + Traits::kRoundKeys - 1) / Traits::kRoundKeys;
+        const int tiles_of_group = max(keys.end - keys.begin + Traits::kRoundKeys - 1, 0) / Traits::kRoundKeys;
         uint32_t q[Traits::kQInRegisters ? kHeadDim / 16 : 1][4];
-        int stage = 0;
-        // Tile i is loaded kStages - 1 rounds before it is multiplied.
+        // First the loads of kStages tiles begin, then tile i + kStages - 1 is loaded when tile i - 1 is multiplied.
 #pragma unroll 1
-        for (int i = 1 - Traits::kStages; i < tiles_of_group; ++i) {
-            if (i >= 0) {
-                cp_async_wait_group<Traits::kStages - 2>();
-                if (i == 0) {
-                    __syncthreads();  // Q and the rows' queries and slopes are there
-                    if constexpr (Traits::kQInRegisters) {
+        for (int i = state.loads - kStages; i < tiles_of_group; ++i) {
+            if (i > 0) {
+                cp_async_wait_group<kStages - 2>();
+                sync_group(group);  // the tile is there for all threads, and all are done with the tile before
+                if (Traits::kLoadsNextRun && i == max(tiles_of_group - kStages + 1, 1)) {
+                    start_next();
+                }
+            }
+            if (i != 0) {
+                loader.load();
+                if (i == -kStages && !state.has_queries) {
+                    copy_rows();  // behind the keys, which come from farther away
+                }
+                cp_async_commit();
+                if (i == -1) {
+                    while_loading();
+                }
+            } else {
+                if (Traits::kLoadsNextRun && state.has_queries) {
+                    cp_async_wait_group<1>();  // Q was loaded before the last of these tiles
+                } else {
+                    cp_async_wait_group<kStages - 1>();
+                }
+                __syncthreads();  // Q, the rows' queries and slopes, and the first tile are there
+                if constexpr (Traits::kQInRegisters) {
 #pragma unroll
-                        for (int k = 0; k < kHeadDim / 16; ++k) {
-                            ldmatrix_x4(q[k], q_address(k));
-                        }
+                    for (int k = 0; k < kHeadDim / 16; ++k) {
+                        ldmatrix_x4(q[k], q_address(k));
                     }
                 }
-                sync_group(group);  // the tile is there for all threads, and all are done with the tile before
-            }
-            loader.load();
-            if (i == 1 - Traits::kStages) {
-                copy_rows();  // behind the keys, which come from farther away
-            }
-            cp_async_commit();
-            if (i == -1) {
-                while_loading();
             }
             if (i >= 0) {
                 const int key = first_key + i * Traits::kRoundKeys;
-                if (!is_idle && key < end) {
-                    step(tiles + stage * 2 * Traits::kTileElements * sizeof(Element), q, key);
+                if (!is_idle && key < keys.end) {
+                    step(tiles + state.stage * 2 * Traits::kTileElements * sizeof(Element), q, key);
                 }
-                stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
+                state.stage = state.stage + 1 == kStages ? 0 : state.stage + 1;
             }
+        }
+        if constexpr (Traits::kLoadsNextRun) {
+            if (tiles_of_group == 0) {
+                cp_async_wait_group<0>();  // the copy of the next rows must not overtake that of these
+            }
+            if (tiles_of_group < 2) {
+                start_next();
+            }
+            state.loads = max(min(kStages, tiles_of_group) - 1, 0);
         }
     }
 
@@ -295,19 +360,19 @@ private:
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 const auto [query, slope] = shared.rows[row_of_thread(row)];
-                const int position = query + sequence.seqlen_k - sequence.seqlen_q;
+                const int position = query + keys.sequence.seqlen_k - keys.sequence.seqlen_q;
 #pragma unroll
                 for (int col = 0; col < size<1>(scores); ++col) {
                     scores(row, col) -= slope * fabsf(float(position - key_of(col)));
                 }
             }
         }
-        if (first_key < full_begin || first_key + kKeys > full_end) {
-            const KeyRange<true> range(params, sequence.seqlen_q, sequence.seqlen_k);
+        if (first_key < keys.full_begin || first_key + kKeys > keys.full_end) {
+            const KeyRange<true> range(params, keys.sequence.seqlen_q, keys.sequence.seqlen_k);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 const int query = shared.rows[row_of_thread(row)].query;
-                const int begin_key = range.begin_key(query), end_key = min(range.end_key(query), end);
+                const int begin_key = range.begin_key(query), end_key = min(range.end_key(query), keys.end);
 #pragma unroll
                 for (int col = 0; col < size<1>(scores); ++col) {
                     const bool is_visible = key_of(col) >= begin_key && key_of(col) < end_key;
@@ -318,30 +383,6 @@ private:
     }
 
     // ---- Q ----------------------------------------------------------------------------------------------------------
-
-    // Starts the copy of Q to shared memory, with zeros past the last row; and stores what masks and ALiBi need to know
-    // of each row.
-    __device__ __forceinline__ void copy_rows() const {
-        const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile()));
-#pragma unroll 1
-        for (int index = threadIdx.x; index < plan.tile_rows * Traits::kChunks; index += blockDim.x) {
-            const int row = index / Traits::kChunks, chunk = index % Traits::kChunks;
-            const RowAt at = row_at(row);
-            const bool is_in_range = row < rows && chunk * 8 < params.d;
-            const Element *source = static_cast<const Element *>(params.q.ptr) + bidb * params.q.batch_stride +
-                                    at.query * params.q.row_stride + at.bidh * params.q.head_stride + chunk * 8;
-            const uint32_t to = target + q_offset(row, chunk);
-            if (plan.is_q_aligned) {
-                cp_async_16(to, source, is_in_range);
-            } else {
-                copy_chunk(to, source, is_in_range ? params.d - chunk * 8 : 0);
-            }
-            if (chunk == 0) {
-                const RowAt known = row_at(min(row, rows - 1));
-                shared.rows[row] = {known.query, ScoreMod(params, bidb, known.bidh, 0).slope};
-            }
-        }
-    }
 
     __device__ __forceinline__ static int q_offset(int row, int chunk) {
         return row / kWarpRows * kWarpRows * kHeadDim * int(sizeof(Element)) +
@@ -356,9 +397,13 @@ private:
 
     // ---- results ----------------------------------------------------------------------------------------------------
 
-    // O of the groups, [kGroups][tile_rows][kOStride], from group `group` on.
+    // O of a group, [tile_rows][kOStride]; without kLoadsNextRun that of the next group follows.
     __device__ __forceinline__ float *results_of(int group) const {
-        return reinterpret_cast<float *>(&shared.tiles) + group * plan.tile_rows * Traits::kOStride;
+        if constexpr (Traits::kLoadsNextRun) {
+            return reinterpret_cast<float *>(&shared.tiles[group][results_stage]);
+        } else {
+            return reinterpret_cast<float *>(&shared.tiles) + group * plan.tile_rows * Traits::kOStride;
+        }
     }
 
     __device__ __forceinline__ void store_results() {
@@ -398,21 +443,52 @@ __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &par
     Runs runs(params, plan, piece, blockIdx.y - piece * heads);
     wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
-    if (runs.left <= 0 && is_writer) {
-        runs.record_nothing();
+    if (runs.left <= 0) {
+        if (is_writer) {
+            runs.record_nothing();
+        }
+        return;
     }
+    TileLoader<Traits> loader = RunOfKeys<Traits>::loader(params, plan, shared);
+    PipelineState state;
+    Runs::Run run, next_run;
+    VisibleKeys keys, next_keys;
+    bool has_next = false;
+    const auto start_next = [&] {
+        has_next = runs.left > 0;
+        if (has_next) {
+            const Sequence sequence = cache_sequence(params, runs.at.bidb);
+            next_run = runs.next(sequence);
+            next_keys = VisibleKeys(params, plan, sequence, next_run.bidb, next_run.bidh_k, next_run.first_key,
+                                    next_run.end_key);
+            loader.start(KeySource<Traits>(params, sequence, next_run.bidb, next_run.bidh_k), next_keys.begin,
+                         next_keys.end);
+        }
+    };
+    start_next();
 #pragma unroll 1
-    while (runs.left > 0) {
-        const Sequence seq = cache_sequence(params, runs.at.bidb);
-        const Runs::Run run = runs.next(seq);
-        RunOfKeys<Traits> keys(params, plan, shared, seq, run.bidb, run.bidh_k, run.first_key, run.end_key);
-        keys.compute([&] {
+    while (has_next) {
+        run = next_run;
+        keys = next_keys;
+        RunOfKeys<Traits> of_run(params, plan, shared, keys);
+        const auto record = [&] {
             if (is_writer) {
                 runs.record(run);
             }
-        });
-        keys.store(run.slot);
+        };
+        of_run.compute(loader, state, record, start_next);
+        if constexpr (Traits::kLoadsNextRun) {
+            state.has_queries = true;
+            if (has_next) {
+                RunOfKeys<Traits>(params, plan, shared, next_keys).copy_rows();
+                cp_async_commit();
+            }
+        }
+        of_run.store(run.slot);
         __syncthreads();  // the results are read: key tiles may take their place
+        if constexpr (!Traits::kLoadsNextRun) {
+            start_next();
+        }
     }
 }
 
@@ -441,10 +517,14 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     const int end = begin + units_of_cta + (rank < longer_ctas);
     wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
-    RunOfKeys<Traits> keys(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem), seq, bidb, bidh_k,
-                           units.first_key(begin), units.first_key(end));
-    keys.compute([] {});
-    keys.store_as_cluster(rank, plan.cluster);
+    auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    const VisibleKeys keys(params, plan, seq, bidb, bidh_k, units.first_key(begin), units.first_key(end));
+    TileLoader<Traits> loader = RunOfKeys<Traits>::loader(params, plan, shared);
+    loader.start(KeySource<Traits>(params, seq, bidb, bidh_k), keys.begin, keys.end);
+    PipelineState state;
+    RunOfKeys<Traits> run(params, plan, shared, keys);
+    run.compute(loader, state, [] {}, [] {});
+    run.store_as_cluster(rank, plan.cluster);
 #endif
 }
 

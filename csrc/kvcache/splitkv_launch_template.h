@@ -27,18 +27,6 @@ inline int tile_rows_for(int64_t rows) {
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kMinRows);
 }
 
-// The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0. See also prefers_wide_ctas.
-inline Form form_of(const Flash_fwd_params &params, int tile_rows, int cluster) {
-    // The most keys of a CTA with which the CTAs of the next call fit on the SMs together with those of this one, and
-    // start before it ends. With more keys bandwidth matters, which takes more warps.
-    constexpr int64_t kShortPart = 512;
-    return tile_rows > 2 * kWarpRows                                ? Form::many_rows
-           : tile_rows > kWarpRows                                  ? Form::warp_pairs
-           : cluster == 0                                           ? Form::few_rows
-           : params.cache.capacity <= kShortPart * int64_t{cluster} ? Form::short_cluster
-                                                                    : Form::cluster;
-}
-
 // The most CTAs of a cluster with which the clusters of all heads fit into the GPU, one CTA an SM.
 inline int largest_cluster(const Flash_fwd_params &params) {
     int cluster = kMaxCluster;
@@ -78,17 +66,19 @@ int clusters_at_once(int cluster) {
 
 // CTAs of a cluster, or 0. Clusters take the latency of a second kernel away, but every head has the same number of
 // CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
-// short.
+// short. Up to head dim 128 the wide form reads longer caches faster.
 template <typename Traits>
 int cluster_for(const Flash_fwd_params &params, int max_smem) {
-    constexpr int kShortCache = 4096, smem = Traits::smem_size(kWarpRows);
+    // Keys of a cache for which idle SMs do not count, and of a CTA with which the CTAs of the next call fit on the SMs
+    // together with those of this one, and start before it ends.
+    constexpr int kShortCache = 4096, kShortPart = 512, smem = Traits::smem_size(kWarpRows);
     const DeviceProperties &gpu = device_properties();
     if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
         return 0;
     }
-    const int cluster = largest_cluster(params);
+    const int cluster = largest_cluster(params), capacity = params.cache.capacity;
     const bool fills_gpu = cluster * params.h_k * 8 >= gpu.sm_count * 7;
-    if (!fills_gpu && params.cache.capacity > kShortCache) {
+    if ((!fills_gpu && capacity > kShortCache) || (kHasWideForm<Traits::kHeadDim> && capacity > kShortPart * cluster)) {
         return 0;
     }
     const int active = clusters_at_once<Traits>(cluster);
@@ -109,22 +99,32 @@ int ctas_of_sm(int tile_rows, int max_smem) {
     return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
 }
 
-// True if CTAs with the warps of a cluster, one on each SM, take less time than few_rows. If lengths are equal, as
-// those of one sequence are, a head then has few pieces, or one and no partial result. With many keys that gains
-// little, and few_rows wins where lengths differ: of its CTAs on an SM one loads keys while another stores results.
-template <typename Traits>
-bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
-    constexpr int64_t kMaxKeys = 4096;  // of a CTA, of a full cache
-    if (Traits::kHeadDim > 128) {       // not measured
-        return false;
+// True if one CTA on each SM takes less time than smaller ones. It wins where keys are many: its warps load larger
+// tiles. Between two heads it loses more time, as no other CTA of the SM loads keys meanwhile.
+template <typename WideTraits>
+bool prefers_wide(const Flash_fwd_params &params, int max_smem) {
+    constexpr int kMaxHeads = 4;  // of a CTA, on average
+    const DeviceProperties &gpu = device_properties();
+    return gpu.major >= 9 && WideTraits::smem_size(kWarpRows) <= max_smem &&
+           int64_t{params.b} * params.h_k <= int64_t{kMaxHeads} * gpu.sm_count;
+}
+
+// The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0.
+template <DType kDType, int kHeadDim>
+Form form_of(const Flash_fwd_params &params, int tile_rows, int cluster, bool is_fixed, int max_smem) {
+    if (tile_rows > kWarpRows) {
+        return tile_rows > 2 * kWarpRows ? Form::many_rows : Form::warp_pairs;
     }
-    const int sms = device_properties().sm_count, pieces = sms / params.h_k;
-    if (device_properties().major < 9 || pieces == 0 || Traits::smem_size(kWarpRows) > max_smem) {
-        return false;
+    if (cluster > 0) {
+        return Form::cluster;
     }
-    const int aligned = aligned_pieces_for(pieces, params.b);
-    return aligned > 0 && is_nearly_all_of(aligned * params.h_k, sms) &&
-           (params.b == 1 || int64_t{params.cache.capacity} * params.b <= kMaxKeys * aligned);
+    if constexpr (kHasWideForm<kHeadDim>) {
+        // The results of fixed splits do not depend on the batch, so their form does not.
+        if (!is_fixed && prefers_wide<SplitkvTraits<kDType, kHeadDim, Form::wide>>(params, max_smem)) {
+            return Form::wide;
+        }
+    }
+    return Form::few_rows;
 }
 
 template <DType kDType, int kHeadDim>
@@ -143,21 +143,12 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     };
     int tile_rows = tile_rows_for(rows), cluster = 0;
     if (rows <= kWarpRows && !is_fixed) {
-        const bool is_short = form_of(params, tile_rows, largest_cluster(params)) == Form::short_cluster;
-        if (is_short) {
-            cluster = cluster_for<SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>>(params, max_smem);
-        } else if constexpr (SplitkvTraits<kDType, kHeadDim, Form::cluster>::kRunsInClusters) {
-            cluster = cluster_for<SplitkvTraits<kDType, kHeadDim, Form::cluster>>(params, max_smem);
-        }
+        cluster = cluster_for<SplitkvTraits<kDType, kHeadDim, Form::cluster>>(params, max_smem);
     }
-    if (smem_of(form_of(params, tile_rows, cluster), tile_rows) > max_smem) {
+    if (smem_of(form_of<kDType, kHeadDim>(params, tile_rows, cluster, is_fixed, max_smem), tile_rows) > max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
     }
-    Form form = form_of(params, tile_rows, cluster);
-    using WideTraits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
-    if (form == Form::few_rows && !is_fixed && prefers_wide_ctas<WideTraits>(params, max_smem)) {
-        form = Form::cluster;
-    }
+    const Form form = form_of<kDType, kHeadDim>(params, tile_rows, cluster, is_fixed, max_smem);
     return call_with_traits<kDType, kHeadDim>(form, [&](auto traits) {
         using Traits = decltype(traits);
         SplitkvPlan plan{};
@@ -213,25 +204,24 @@ template <typename Traits>
 bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
     if (trace_enabled()) {
-        trace("flash_fwd_splitkv_kernel",
-              "rows=%d row_tiles=%d pieces=%d aligned_pieces=%d cluster=%d splits=%s unit=%d threads=%d smem=%d",
-              plan.tile_rows, plan.row_tiles, plan.pieces, plan.aligned_pieces, plan.cluster,
-              plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit,
-              threads, smem);
+        trace(
+            "flash_fwd_splitkv_kernel",
+            "form=%s rows=%d row_tiles=%d pieces=%d aligned_pieces=%d cluster=%d splits=%s unit=%d threads=%d smem=%d",
+            name_of(plan.form), plan.tile_rows, plan.row_tiles, plan.pieces, plan.aligned_pieces, plan.cluster,
+            plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit, threads,
+            smem);
     }
-    if constexpr (Traits::kRunsInClusters) {
-        if (plan.cluster > 0) {
-            ProgrammaticLaunch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
-                .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params,
-                     plan);
-            return false;
-        }
+    if constexpr (Traits::kIsCluster) {
+        ProgrammaticLaunch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
+            .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
+        return false;
+    } else {
+        auto kernel = &flash_fwd_splitkv_kernel<Traits>;
+        reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
+        ProgrammaticLaunch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
+            .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
+        return has_partial_results(plan);
     }
-    auto kernel = &flash_fwd_splitkv_kernel<Traits>;
-    reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
-    ProgrammaticLaunch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
-        .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
-    return has_partial_results(plan);
 }
 
 }  // namespace kvcache

@@ -16,11 +16,15 @@
 namespace flash::kvcache {
 
 // The forms of the tiles. SplitkvTraits describes them.
-enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
+enum class Form { few_rows, wide, cluster, warp_pairs, many_rows };
+constexpr const char *name_of(Form form) {
+    constexpr const char *kNames[] = {"few_rows", "wide", "cluster", "warp_pairs", "many_rows"};
+    return kNames[static_cast<int>(form)];
+}
 
 // How one call is cut into pieces. The host computes it from shapes.
 struct SplitkvPlan {
-    Form form;                      // of splitkv; cluster with `cluster` = 0: its tiles, without clusters
+    Form form;                      // of splitkv
     int tile_rows;                  // rows of a tile: the queries of all heads that share a key/value head
     int row_tiles;                  // tiles that cover the rows of one key/value head of one sequence
     int pieces;                     // CTAs for each row tile

@@ -296,7 +296,7 @@ PIECES = [
     _case("pieces_of_heads", "equal lengths: a piece has several heads", (90,) * 64, 100, **_EIGHT_HEADS),
     _case("pieces_of_sequences", "CTAs of the same keys", (700, 3, 0), 720, headdim=128, **_EIGHT_HEADS),
     _case("pieces_fewer_than_heads", "a piece has many heads", tuple(range(70)), 100, headdim=32, **_EIGHT_HEADS),
-    _case("pieces_of_40_heads", "the heads leave CTAs without a piece", (300, 200), 310, nheads=40, nheads_k=40,
+    _case("pieces_of_40_heads", "the heads do not fill the CTAs", (300, 200), 310, nheads=40, nheads_k=40,
           **_DECODE),
     _case("pieces_short", "less than two units", (3, 0), 8, **_EIGHT_HEADS),
 ]  # fmt: skip
@@ -312,7 +312,19 @@ WIDE_CTAS = [
     _case("wide_sequences", "two sequences", (250, 90), 256, headdim=128, **_EIGHT_HEADS),
     _case("wide_one_row", "one sequence in a cache for many keys", (250,), 8300, **_EIGHT_HEADS),
     _case("wide_one_row_pages_7", "the same in pages", (250,), 8300, page_size=7, **_EIGHT_HEADS),
-]
+] + [
+    _case(f"wide_runs{name}", "a CTA goes from sequence to sequence, some without keys",
+          tuple(53 * i % (keys - 1) * (i % 7 > 0) for i in range(40)), keys, **{**_EIGHT_HEADS, **options})
+    for name, keys, options in (
+        ("_64", 300, {}),
+        ("_96", 300, {"headdim": 96}),
+        ("_128", 300, {"headdim": 128}),
+        ("_long_64", 1500, {"page_size": 20, "seqlen_new": None}),
+        ("_long_128", 1500, {"headdim": 128, "page_size": 16, "seqlen_new": None}),
+        ("_window", 700, {"headdim": 128, "window_size": (150, 0), "seqlen_q": 3, "seqlen_new": 3}),
+        ("_misaligned", 300, {"headdim": 77, "softcap": 4.0, "alibi": "heads"}),
+    )
+]  # fmt: skip
 
 KVCACHE_CASES: list[KvCacheCase] = [
     *(*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS),

@@ -36,11 +36,11 @@ struct TileSizesSplitTall<96> : TileFwd<3, 96, 4, 1, false> {};
 template <>
 struct TileSizesSplitTall<128> : TileFwd<3, 64, 5, 1, false> {};
 
-// The query heads of a group for which tiles are used, at least: queries of one tile are not too far apart.
-template <typename TileSize>
-constexpr int kMinRatio = 1;
-template <int kHeadDim>
-constexpr int kMinRatio<TileSizesSplitTall<kHeadDim>> = 2;
+// The query heads of a group for which tiles of so many consumers are used, at least: queries of one tile are not too
+// far apart.
+constexpr int min_ratio(int consumers) {
+    return consumers == 3 ? 2 : 1;
+}
 
 // A tile size whose producer has more registers than in the forward: here the scheduler warp has more to compute, and
 // the call waits for its first work tile.
@@ -56,8 +56,6 @@ private:
     static constexpr int kRegistersOfThread = kAllRegisters / (128 * kWarpgroups) / 8 * 8;
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= kWarpgroups * kRegistersOfThread);
 };
-template <typename TileSize>
-constexpr int kMinRatio<SplitTile<TileSize>> = kMinRatio<TileSize>;
 
 // ---- K and V of a cache by TMA, in boxes of rows: a whole key block of a contiguous cache, or a part of it that lies
 // in one page. Host and device.
@@ -368,7 +366,7 @@ private:
     kvcache::Runs::Run run{};  // the last
     bool has_run = false;
 
-    __device__ int query_of(int row) const { return by_ratio.div(row); }
+    __device__ int query_of(int row) const { return by_ratio.div(row); }  // by multiplication
 };
 
 // ---- the kernel
@@ -417,7 +415,7 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_fwd_split_kernel(const __grid_constant__ Flash_fwd_params params, const __grid_constant__ KeyBoxes boxes,
                            const __grid_constant__ kvcache::SplitkvPlan plan) {
     // As in the forward, a consumer skips at most one key block at either end of a run.
-    static_assert(Traits::kRows * (Traits::kConsumers - 1) <= Traits::kBlockN * kMinRatio<typename Traits::TileSize>);
+    static_assert(Traits::kRows * (Traits::kConsumers - 1) <= Traits::kBlockN * min_ratio(Traits::kConsumers));
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);

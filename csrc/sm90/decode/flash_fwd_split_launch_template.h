@@ -108,7 +108,7 @@ auto call_with_split_traits(const Flash_fwd_params &params, const Function &func
     }
     if constexpr (has_tall_tiles(kHeadDim)) {
         using Tall = SplitTile<TileSizesSplitTall<kHeadDim>>;
-        if (params.h_h_k_ratio >= kMinRatio<Tall> && prefers_tall_tiles(rows)) {
+        if (params.h_h_k_ratio >= min_ratio(Tall::kConsumers) && prefers_tall_tiles(rows)) {
             return function(Flash_fwd_kernel_traits<kDType, kHeadDim, Tall>{});
         }
     }
