@@ -197,6 +197,7 @@ def test_the_sanitizer_looks_for_races_in_every_form_of_the_kv_cache() -> None:
     one_row = [case for case in caches if case.batch == 1]
     assert {case.page_size for case in one_row} >= {0, 7}
     assert {case.keys > 8192 for case in one_row} == {False, True}
+    assert any(case.batch * case.nheads_k > 132 for case in caches), "several heads for a CTA"
 
 
 def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +221,11 @@ def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sanitize_gpu, "compute_sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(sanitize_gpu.subprocess, "run", run)
-    assert [(row["tool"], row["cases_of"], row["cases"], row["errors"]) for row in sanitize_gpu.run_tools(3)] == [
+    rows = sanitize_gpu.run_tools(list(sanitize_gpu.CASES_OF), 3)
+    assert [(row["tool"], row["cases_of"], row["cases"], row["errors"]) for row in rows] == [
         (tool, shown, counts[tool, of], 0 + 1 + 2)
-        for tool in ("memcheck", "racecheck")
         for of, shown in sanitize_gpu.CASES_OF.items()
+        for tool in ("memcheck", "racecheck")
     ]
 
 
@@ -255,21 +257,23 @@ def test_the_sanitizer_runs_wrong_values_on_every_kernel_that_takes_the_case(
 
 
 @pytest.mark.parametrize("errors", [0, 3])
+@pytest.mark.parametrize("kinds", [("attention", "kvcache"), ("kvcache",)], ids=str)
 def test_the_sanitizer_saves_its_rows_before_it_fails(
-    errors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kinds: tuple[str, ...], errors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sanitize_gpu, "require_gpu", lambda _: None)
     monkeypatch.setattr(sanitize_gpu, "sm80_unavailable_reason", lambda: None)
     monkeypatch.setattr(sanitize_gpu.learning_kernels, "load", lambda: None)
-    row = sanitize_gpu.row_of(
-        "memcheck", "attention", f"ran 9 cases in x: 1 s\n========= ERROR SUMMARY: {errors} errors"
-    )
-    monkeypatch.setattr(sanitize_gpu, "run_tools", lambda parts: [row])
+    output = f"ran 9 cases in x: 1 s\n========= ERROR SUMMARY: {errors} errors"
+    rows = {of: sanitize_gpu.row_of("memcheck", of, output) for of in kinds}
+    monkeypatch.setattr(sanitize_gpu, "run_tools", lambda chosen, parts: [rows[of] for of in chosen])
     with pytest.raises(SystemExit, match="there are errors") if errors else contextlib.nullcontext():
-        sanitize_gpu.main(["--out-dir", str(tmp_path)])
-    result = results.load(tmp_path / "sanitize.json")
-    assert result["data"] == [row]
-    assert all((results.ROOT / source).exists() for source in result["stamp"]["sources"])
+        sanitize_gpu.main(["--out-dir", str(tmp_path), *(f"--of={of}" for of in kinds if len(kinds) == 1)])
+    assert {path.name for path in tmp_path.iterdir()} == {f"sanitize_{of}.json" for of in kinds}
+    for of in kinds:
+        result = results.load(tmp_path / f"sanitize_{of}.json")
+        assert result["data"] == [rows[of]]
+        assert all((results.ROOT / source).exists() for source in result["stamp"]["sources"])
 
 
 @pytest.mark.parametrize("part", [("4", "4"), ("-1", "4"), ("0", "0")])

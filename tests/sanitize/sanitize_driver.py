@@ -85,6 +85,7 @@ CASES: dict[str, list[AnyCase]] = {
     "kvcache": [*SMALL_KVCACHE_CASES, *SMALL_LATENT_CASES],
 }
 ROWS = (16, 32, 64, 128)  # of a group, at most: few rows, warp pairs, one and two consumer warpgroups of Hopper
+BATCHES = (1, 16)  # sequences, at most: clusters; few heads and many heads for a CTA
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -101,7 +102,7 @@ def kind_of(case: AnyCase) -> tuple[object, ...]:
     features: list[object] = [case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None]
     if isinstance(case, KvCacheCase):
         features += [case.leftpad is not None, case.rotary_dim > 0, case.num_splits > 0, case.split_keys > 0]
-        features += [case.batch == 1, bisect.bisect_left(ROWS, case.group_rows)]
+        features += [bisect.bisect_left(BATCHES, case.batch), bisect.bisect_left(ROWS, case.group_rows)]
     else:
         features.append(case.dropout_p > 0)
     return (type(case), getattr(case, "page_size", 0) > 0, case.headdim, case.causal, *features)

@@ -1,9 +1,10 @@
 """Counts the errors and hazards that compute-sanitizer finds in this package's kernels on small cases.
 
   python -m tests.sanitize.sanitize_gpu                     memcheck on all small cases, racecheck on a few of each kind
+  python -m tests.sanitize.sanitize_gpu --of kvcache        the same on the cases of a KV cache
 
-The cases of a KV cache are counted apart from the others. Several processes share the cases of a row (--parts). Exits
-with 1 when there is an error. tests/sanitize/sanitize_driver.py runs the cases.
+The cases of a KV cache are a result of their own. Several processes share the cases of a row (--parts). Exits with 1
+when there is an error. tests/sanitize/sanitize_driver.py runs the cases.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256", "576"),
 }
 CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # values of the driver's --of: their names in results
+SOURCES = {"attention": (*results.ATTENTION, "learn/csrc"), "kvcache": results.CUDA}
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .* displayed \((\d+) errors?, (\d+) warning")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
 ACCESS = re.compile(r"(?:Read|Write) access at .*\+0x[0-9a-f]+(?: in ([\w.]+):\d+)?")
@@ -92,11 +94,11 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return parts[0] | together | {"accesses": sum((part["accesses"] for part in parts), Counter())}
 
 
-def run_tools(parts: int) -> list[dict[str, Any]]:
-    """The summaries of all tools on both kinds of cases. All parts run side by side."""
-    work = list(itertools.product(TOOLS, CASES_OF, range(parts)))
+def run_tools(kinds: Sequence[str], parts: int) -> list[dict[str, Any]]:
+    """The summaries of all tools on these kinds of cases, kind by kind. All parts run side by side."""
+    work = list(itertools.product(kinds, TOOLS, range(parts)))
     with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
-        running = [pool.submit(run, tool, of, part, parts) for tool, of, part in work]
+        running = [pool.submit(run, tool, of, part, parts) for of, tool, part in work]
         rows = [future.result() for future in progress(running, "sanitize")]
     return [joined(rows[i : i + parts]) for i in range(0, len(rows), parts)]
 
@@ -104,6 +106,7 @@ def run_tools(parts: int) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=600.0)
     parts = max(1, min(4, (os.cpu_count() or 1) // 4))
+    parser.add_argument("--of", choices=list(CASES_OF), action="append", help="default: both")
     parser.add_argument("--parts", type=int, default=parts, help="processes for each row (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.parts < 1:
@@ -113,9 +116,12 @@ def main(argv: list[str] | None = None) -> None:
     reason = sm80_unavailable_reason()
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
-    rows = run_tools(arguments.parts)
-    title, sources = "Errors that compute-sanitizer finds", [*results.CUDA, "learn/csrc"]
-    results.finish("sanitize", "sanitize", title, rows, arguments, sources=sources)
+    kinds = arguments.of or list(CASES_OF)
+    rows = run_tools(kinds, arguments.parts)
+    for of in kinds:
+        of_kind = [row for row in rows if row["cases_of"] == CASES_OF[of]]
+        title = f"Errors that compute-sanitizer finds: {CASES_OF[of]}"
+        results.finish(f"sanitize_{of}", "sanitize", title, of_kind, arguments, sources=SOURCES[of])
     if any(row["errors"] for row in rows):
         raise SystemExit("sanitize: there are errors")
 
