@@ -112,11 +112,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.parts < 1:
         parser.error(f"--parts is {arguments.parts}; allowed: 1 and more")
     require_gpu("sanitize")
-    learning_kernels.load()  # compiles them here: under the tool nvcc would be slow
+    kinds = arguments.of or list(CASES_OF)
+    if "attention" in kinds:
+        learning_kernels.load()  # compiles them here: under the tool nvcc would be slow
     reason = sm80_unavailable_reason()
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
-    kinds = arguments.of or list(CASES_OF)
     rows = run_tools(kinds, arguments.parts)
     for of in kinds:
         of_kind = [row for row in rows if row["cases_of"] == CASES_OF[of]]
