@@ -15,7 +15,7 @@ namespace flash::kvcache {
 // ---- the tiles, in five forms (Form in splitkv_schedule.h). The warps of a group share a pipeline of key tiles, and
 // each warp has 16 rows. At the end the kernel sums the results of the groups.
 //   few_rows    four groups of one warp
-//   wide        the same with larger tiles, one CTA an SM; up to head dim 64 eight groups
+//   wide        the same with larger tiles, or up to head dim 64 with eight groups; one CTA an SM
 //   cluster     four groups of one warp
 //   warp_pairs  two groups of two warps
 //   many_rows   one group of four to eight warps
@@ -25,7 +25,7 @@ constexpr int kMaxWarps = 8;
 
 // Stages of a group. round_bytes: of the tiles of one stage of all groups.
 constexpr int stages_of(Form form, int headdim, int round_bytes) {
-    // In flight on an SM, 96 KB keep the memory busy. With 192 KB it is up to 3 % slower (H200).
+    // 128 KB of stages on an SM keep the memory busy. With 192 KB it is 1 to 2 % slower (H200).
     constexpr int kEnoughBytes = 128 << 10;
     const bool has_three = form == Form::many_rows    ? headdim <= 128
                            : form == Form::warp_pairs ? headdim <= 64 || headdim > 192
@@ -80,7 +80,7 @@ struct SplitkvTraits {
         float row_max[kGroups][kMaxRows];
         float row_sum[kGroups][kMaxRows];
         float2 of_cta[kMaxRows];                                         // maximum and sum of a CTA of a cluster
-        alignas(128) Element tiles[kGroups][kStages][2][kTileElements];  // K and V; then Q, then O in the place of both
+        alignas(128) Element tiles[kGroups][kStages][2][kTileElements];  // K and V; Q follows. O: results_of
     };
 
     static constexpr int threads(int tile_rows) { return 32 * kGroups * (tile_rows / kWarpRows); }
@@ -99,7 +99,7 @@ struct SplitkvTraits {
     static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
 };
 
-// Beyond, few_rows has tiles of the same size and one or two CTAs on an SM.
+// Beyond head dim 128 few_rows is as large.
 template <int kHeadDim>
 constexpr bool kHasWideForm = kHeadDim <= 128;
 

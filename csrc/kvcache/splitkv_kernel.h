@@ -41,8 +41,8 @@ struct VisibleKeys {
 // What one run of a CTA leaves to the next.
 struct PipelineState {
     int stage = 0;             // of the next tile that is multiplied
-    int loads = 0;             // for the next run: begun before it, where it may have as many tiles
-    bool has_queries = false;  // the copy of its rows has begun
+    int loads = 0;             // calls of load() for the next run before it, at most kStages - 1, each with a commit
+    bool has_queries = false;  // the copy of the next run's queries has begun
 };
 
 template <typename Traits>
@@ -81,6 +81,7 @@ public:
         loop(loader, state, while_loading, start_next);
         if constexpr (Traits::kLoadsNextRun) {
             results_stage = (state.stage == 0 ? Traits::kStages : state.stage) - 1;
+            __syncwarp();  // all lanes are done with the last tile: the results take its place
         } else {
             cp_async_wait_group<0>();
             __syncthreads();  // all warps are done with the key tiles: the results take their place
@@ -235,7 +236,8 @@ private:
         const bool is_idle = row_of_warp() >= rows;
         const int tiles_of_group = max(keys.end - keys.begin + Traits::kRoundKeys - 1, 0) / Traits::kRoundKeys;
         uint32_t q[Traits::kQInRegisters ? kHeadDim / 16 : 1][4];
-        // First the loads of kStages tiles begin, then tile i + kStages - 1 is loaded when tile i - 1 is multiplied.
+        // First the loads of kStages tiles begin, then tile i + kStages - 1 is loaded when tile i - 1 has been
+        // multiplied.
 #pragma unroll 1
         for (int i = state.loads - kStages; i < tiles_of_group; ++i) {
             if (i > 0) {
@@ -256,7 +258,7 @@ private:
                 }
             } else {
                 if (Traits::kLoadsNextRun && state.has_queries) {
-                    cp_async_wait_group<1>();  // Q was loaded before the last of these tiles
+                    cp_async_wait_group<1>();  // at least one load follows Q
                 } else {
                     cp_async_wait_group<kStages - 1>();
                 }

@@ -69,8 +69,7 @@ int clusters_at_once(int cluster) {
 // short. Up to head dim 128 the wide form reads longer caches faster.
 template <typename Traits>
 int cluster_for(const Flash_fwd_params &params, int max_smem) {
-    // Keys of a cache for which idle SMs do not count, and of a CTA with which the CTAs of the next call fit on the SMs
-    // together with those of this one, and start before it ends.
+    // Keys of a cache for which idle SMs do not count, and keys of a CTA from which on the wide form is faster.
     constexpr int kShortCache = 4096, kShortPart = 512, smem = Traits::smem_size(kWarpRows);
     const DeviceProperties &gpu = device_properties();
     if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
@@ -100,7 +99,7 @@ int ctas_of_sm(int tile_rows, int max_smem) {
 }
 
 // True if one CTA on each SM takes less time than smaller ones. It wins where keys are many: its warps load larger
-// tiles. Between two heads it loses more time, as no other CTA of the SM loads keys meanwhile.
+// tiles. Between two heads it loses more time, as no other CTA of the SM multiplies meanwhile.
 template <typename WideTraits>
 bool prefers_wide(const Flash_fwd_params &params, int max_smem) {
     constexpr int kMaxHeads = 4;  // of a CTA, on average

@@ -24,25 +24,25 @@ constexpr const char *name_of(Form form) {
 
 // How one call is cut into pieces. The host computes it from shapes.
 struct SplitkvPlan {
-    Form form;                      // of splitkv
-    int tile_rows;                  // rows of a tile: the queries of all heads that share a key/value head
-    int row_tiles;                  // tiles that cover the rows of one key/value head of one sequence
-    int pieces;                     // CTAs for each row tile
-    int cluster;                    // CTAs that work on one head together; 0: pieces
-    int max_splits;                 // slots for the splits of a head; 0: all keys are cut into pieces of equal size
-    int log2_unit;                  // keys of a unit where the splits are chosen
-    bool is_aligned;                // K and V can be read 16 bytes at a time
-    bool is_q_aligned;              // like is_aligned
-    cutlass::FastDivmod by_ratio;   // by the query heads that share a key/value head
-    bool follows_append = false;    // the kernel before it in the stream is append_kv_kernel
-    int unit_keys = 0;              // keys of a unit; units begin at multiples of it. 0: log2_unit or num_splits counts
-    cutlass::FastDivmod by_unit;    // by unit_keys
-    float sum_factor = 1.0f;        // turns the sums in the slots into sums of probabilities
-    int aligned_pieces = 0;         // pieces if all heads have as many units; they begin or end with heads. 0: `pieces`
-    int group_heads, group_pieces;  // with aligned_pieces: so many heads are cut into so many pieces; one of them is 1
-    bool by_sequence = false;       // a piece has the same keys of all heads of a sequence, and a CTA for each of them
+    Form form;                     // of splitkv
+    int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
+    int row_tiles;                 // tiles that cover the rows of one key/value head of one sequence
+    int pieces;                    // CTAs for each row tile
+    int cluster;                   // CTAs that work on one head together; 0: pieces
+    int max_splits;                // slots for the splits of a head; 0: all keys are cut into pieces of equal size
+    int log2_unit;                 // keys of a unit where the splits are chosen
+    bool is_aligned;               // K and V can be read 16 bytes at a time
+    bool is_q_aligned;             // like is_aligned
+    cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
+    bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
+    int unit_keys = 0;             // keys of a unit; units begin at multiples of it. 0: log2_unit or num_splits counts
+    cutlass::FastDivmod by_unit;   // by unit_keys
+    float sum_factor = 1.0f;       // turns the sums in the slots into sums of probabilities
+    int aligned_pieces = 0;        // pieces if all heads have as many units; they begin or end with heads. 0: `pieces`
+    int group_heads = 1, group_pieces = 1;  // with aligned_pieces: so many heads are cut into so many pieces
+    bool by_sequence = false;  // a piece has the same keys of all heads of a sequence, and a CTA for each of them
 
-    // Sets aligned_pieces, which begin or end with the `heads` heads.
+    // Sets aligned_pieces. pieces: divides `heads` or is a multiple of it, or is 0.
     void align_pieces(int pieces, int64_t heads) {
         aligned_pieces = pieces;
         group_heads = pieces > 0 && pieces < heads ? static_cast<int>(heads / pieces) : 1;
@@ -229,7 +229,7 @@ public:
         if (is_here) {
             const int heads = plan.heads_with_units(params);
             int bidb = threadIdx.x % 32 * per_lane, left = unit - before, count = first_count;
-            // It ends even if another stream writes lengths meanwhile.
+            // The loop ends even if another stream writes lengths meanwhile.
 #pragma unroll 1
             while (left >= count * heads && bidb + 1 < params.b) {
                 left -= count * heads;
@@ -283,8 +283,10 @@ public:
     // The next run, which belongs to `sequence`. Needs left > 0.
     __device__ Run next(const Sequence &sequence) {
         const Units units(params, plan, sequence);
-        // At least one unit, so that a piece ends even if another stream writes lengths meanwhile.
-        const int count = uniform(units.count), length = plan.max_splits > 0 ? 1 : max(min(left, count - at.unit), 1);
+        const int count = uniform(units.count);
+        // In range, and at least one unit, even if another stream has written lengths meanwhile.
+        at.unit = min(at.unit, count - 1);
+        const int length = plan.max_splits > 0 ? 1 : max(min(left, count - at.unit), 1);
         const int bidh_k = plan.by_sequence ? head : at.bidh_k;
         const bool begins = at.unit == 0, is_whole = length == count;
         const int64_t slot = plan.max_splits > 0 ? (int64_t(at.bidb) * params.h_k + bidh_k) * plan.max_splits + at.unit

@@ -313,12 +313,14 @@ WIDE_CTAS = [
     _case("wide_one_row", "one sequence in a cache for many keys", (250,), 8300, **_EIGHT_HEADS),
     _case("wide_one_row_pages_7", "the same in pages", (250,), 8300, page_size=7, **_EIGHT_HEADS),
 ] + [
-    _case(f"wide_runs{name}", "a CTA goes from sequence to sequence, some without keys",
+    _case(f"wide_runs{name}", "a CTA goes from sequence to sequence",
           tuple(53 * i % (keys - 1) * (i % 7 > 0) for i in range(40)), keys, **{**_EIGHT_HEADS, **options})
     for name, keys, options in (
         ("_64", 300, {}),
         ("_96", 300, {"headdim": 96}),
         ("_128", 300, {"headdim": 128}),
+        ("_empty_32", 300, {"headdim": 32, "seqlen_new": None}),
+        ("_empty_96", 300, {"headdim": 96, "seqlen_new": None}),
         ("_long_64", 1500, {"page_size": 20, "seqlen_new": None}),
         ("_long_128", 1500, {"headdim": 128, "page_size": 16, "seqlen_new": None}),
         ("_window", 700, {"headdim": 128, "window_size": (150, 0), "seqlen_q": 3, "seqlen_new": 3}),
