@@ -25,7 +25,7 @@ constexpr int kMaxWarps = 8;
 
 // Stages of a group. round_bytes: of the tiles of one stage of all groups.
 constexpr int stages_of(Form form, int headdim, int round_bytes) {
-    // 128 KB of stages on an SM keep the memory busy. With 192 KB it is 1 to 2 % slower (H200).
+    // Of the wide form: 128 KB of stages on an SM keep the memory busy. With 192 KB it is up to 3 % slower (H200).
     constexpr int kEnoughBytes = 128 << 10;
     const bool has_three = form == Form::many_rows    ? headdim <= 128
                            : form == Form::warp_pairs ? headdim <= 64 || headdim > 192
@@ -34,7 +34,7 @@ constexpr int stages_of(Form form, int headdim, int round_bytes) {
     return has_three ? 3 : 2;
 }
 
-// CTAs on an SM, for the compiler, which limits the registers of a thread.
+// CTAs wanted on an SM, for the compiler, which limits the registers of a thread. Shared memory may hold fewer.
 constexpr int ctas_of(Form form, int headdim) {
     switch (form) {
         case Form::many_rows:

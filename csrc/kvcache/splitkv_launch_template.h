@@ -98,8 +98,8 @@ int ctas_of_sm(int tile_rows, int max_smem) {
     return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
 }
 
-// True if one CTA on each SM takes less time than smaller ones. It wins where keys are many: its warps load larger
-// tiles. Between two heads it loses more time, as no other CTA of the SM multiplies meanwhile.
+// True if one CTA on each SM takes less time than smaller ones: while a CTA has few heads. Between two heads no other
+// CTA of the SM multiplies. docs/tuning/kvcache.md has the measurements.
 template <typename WideTraits>
 bool prefers_wide(const Flash_fwd_params &params, int max_smem) {
     constexpr int kMaxHeads = 4;  // of a CTA, on average

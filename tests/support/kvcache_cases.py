@@ -301,7 +301,7 @@ PIECES = [
     _case("pieces_short", "less than two units", (3, 0), 8, **_EIGHT_HEADS),
 ]  # fmt: skip
 
-# Few keys, short enough for a sanitizer: on clusters of 16 CTAs and on wide CTAs of Hopper, with 128 SMs or more.
+# On clusters of 16 CTAs and in the wide form of Hopper, with 128 SMs or more. Most are short enough for a sanitizer.
 CLUSTERS = [
     _case("cluster", "the CTAs of a cluster share a head", (250,), 256, **_EIGHT_HEADS),
     _case("cluster_pages_7", "the same in pages", (250,), 256, page_size=7, **_EIGHT_HEADS),
