@@ -23,7 +23,7 @@ from tests.support.bounds import Accuracy, differentiate, forward_accuracy, grad
 from tests.support.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs
 from tests.support.limits import unreachable_gradients
 
-CASES = [f"tests/support/{name}.py" for name in ("bounds", "cases", "limits", "poison")]
+SUPPORT = [f"tests/support/{name}.py" for name in ("bounds", "cases", "limits", "poison")]
 
 DEVICES = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
         f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
         data,
         arguments,
-        sources=[*sources, "flash_attn_mini/reference", *CASES],
+        sources=[*sources, "flash_attn_mini/reference", *SUPPORT],
         notes=notes,
         complete=not unfinished,
     )

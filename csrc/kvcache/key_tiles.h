@@ -95,11 +95,11 @@ struct SplitkvTraits {
     }
     static constexpr int kMaxThreads = threads(kMaxRows);
     static constexpr int kMinCtas = ctas_of(kForm, kHeadDim);
-    // CTAs that the registers of an SM hold.
+    // The most CTAs of `tile_rows` rows on an SM.
     static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
 };
 
-// Beyond head dim 128 few_rows is as large.
+// Beyond head dim 128 tiles of few_rows have 12 and 16 KB, like those of the wide form at 96 and 128.
 template <int kHeadDim>
 constexpr bool kHasWideForm = kHeadDim <= 128;
 

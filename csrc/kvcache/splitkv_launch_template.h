@@ -69,7 +69,7 @@ int clusters_at_once(int cluster) {
 // short. Up to head dim 128 the wide form reads longer caches faster.
 template <typename Traits>
 int cluster_for(const Flash_fwd_params &params, int max_smem) {
-    // Keys of a cache for which idle SMs do not count, and keys of a CTA from which on the wide form is faster.
+    // The most keys of a cache for which idle SMs do not count; the most keys of a CTA where there is a wide form.
     constexpr int kShortCache = 4096, kShortPart = 512, smem = Traits::smem_size(kWarpRows);
     const DeviceProperties &gpu = device_properties();
     if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
