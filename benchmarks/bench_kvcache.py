@@ -2,7 +2,7 @@
 bench_models.py has generation by a whole model.
 
 A figure is a result of its own, such as kvcache_decode. Caches exceed the L2 cache and are used in turn; calls are
-replayed as CUDA graphs; lengths are in GPU memory. On the CPU, torch's threads are set to 1 and to 2.
+replayed as CUDA graphs; lengths are in GPU memory unless a contender says that the host knows them. On the CPU, torch's threads are set to 1 and to 2.
 
   python -m benchmarks.bench_kvcache                            every figure of the GPU, bf16
   python -m benchmarks.bench_kvcache --figure decode --quick    the first shapes of one figure
@@ -110,20 +110,34 @@ def draw(point: Point, device: torch.device, dtype: torch.dtype) -> Problem:
 
 
 class Ours(Rival):
-    """flash_attn_with_kvcache of one backend: on pages, with new keys, or with new keys and rotary embedding."""
+    """flash_attn_with_kvcache of one backend: on pages, with new keys, or with new keys and rotary embedding; or without
+    cache_seqlens, so that the host knows that the caches are full, as PyTorch's kernels do.
+    """
 
-    def __init__(self, backend: str, page_size: int | None = None, *, append: bool = False, rotary: bool = False):
+    def __init__(
+        self,
+        backend: str,
+        page_size: int | None = None,
+        *,
+        append: bool = False,
+        rotary: bool = False,
+        full: bool = False,
+    ):
         parts = [backend, *[f"pages of {page_size}"] * bool(page_size), *["append"] * append, *["rotary"] * rotary]
+        parts += ["full caches"] * full
         self.name = ", ".join(parts)
         self.baseline = backend if len(parts) > 1 else None
         self.backend = backend
         self.page_size = page_size  # None: the point's
         self.append = append
         self.rotary = rotary
+        self.full = full
 
     def options(self, problem: Problem) -> dict[str, Any]:
         """Arguments that the reference takes too."""
-        options: dict[str, Any] = {"cache_seqlens": problem.seqlens, "causal": problem.point.causal}
+        options: dict[str, Any] = {"causal": problem.point.causal}
+        if not self.full:
+            options["cache_seqlens"] = problem.seqlens
         if self.append:
             new = problem.point.seqlen_q
             options |= {"k": problem.k_new, "v": problem.v_new, "cache_seqlens": problem.seqlens - new}
@@ -134,6 +148,8 @@ class Ours(Rival):
     def bind_problem(self, problem: Problem) -> Call:
         from flash_attn_mini import flash_attn_with_kvcache
 
+        if self.full and problem.point.shortest is not None:
+            raise NotImplementedError("the lengths differ")
         k, v, block_table = problem.caches(problem.point.page_size if self.page_size is None else self.page_size)
         options = {**self.options(problem), "block_table": block_table, "backend": self.backend}
         return partial(flash_attn_with_kvcache, problem.q, k, v, **options)
@@ -342,7 +358,7 @@ class Figure:
 
 
 def ours_and_rivals(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:
-    return [*map(Ours, ours), *rivals]
+    return [*map(Ours, ours), *[Ours("cuda", full=True)] * ("cuda" in ours), *rivals]
 
 
 def each_page_size(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:

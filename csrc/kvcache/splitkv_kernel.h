@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     compute_attn_splitkv<Traits>(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem));
 }
 
-// A few heads: a cluster of CTAs works on the keys of one head, so that no second kernel has to combine the results.
+// A cluster of CTAs works on the keys of one head, so that no second kernel has to combine the results.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     flash_fwd_splitkv_cluster_kernel(const __grid_constant__ Flash_fwd_params params,

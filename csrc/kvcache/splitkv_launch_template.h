@@ -27,10 +27,22 @@ inline int tile_rows_for(int64_t rows) {
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kMinRows);
 }
 
-// The most CTAs of a cluster with which the clusters of all heads fit into the GPU, one CTA an SM.
-inline int largest_cluster(const Flash_fwd_params &params) {
+// True if the host knows the lengths, which are the same for all sequences.
+inline bool has_one_length(const Flash_fwd_params &params) {
+    return params.cache.seqlens == nullptr && params.cache.leftpad == nullptr;
+}
+
+// The most keys that a sequence may have.
+inline int64_t most_keys(const Flash_fwd_params &params) {
+    const int64_t capacity = params.cache.capacity;
+    return has_one_length(params) ? std::min(int64_t{params.cache.seqlen} + params.cache.seqlen_new, capacity)
+                                  : capacity;
+}
+
+// The most CTAs of a cluster, a power of two, with which the clusters of all heads have an SM for each CTA; at least 1.
+inline int largest_cluster(int64_t heads) {
     int cluster = kMaxCluster;
-    while (int64_t{cluster} * params.h_k > device_properties().sm_count) {
+    while (cluster > 1 && cluster * heads > device_properties().sm_count) {
         cluster /= 2;
     }
     return cluster;
@@ -64,28 +76,47 @@ int clusters_at_once(int cluster) {
     return active;
 }
 
-// CTAs of a cluster, or 0. Clusters take the latency of a second kernel away, but every head has the same number of
-// CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
-// short. Up to head dim 128 the wide form reads longer caches faster.
+// The most keys of a CTA of a cluster with which clusters take less time, whatever the lengths are: what they save
+// without a schedule and a second kernel is more than the time that they wait for the longest sequence.
+constexpr int short_part(int cluster, int headdim) {
+    if (cluster <= 2) {
+        return headdim <= 64 ? 2048 : headdim <= 128 ? 1024 : 512;
+    }
+    return headdim <= 64 ? 1024 : 256;
+}
+
+// CTAs of a cluster, or 0: no clusters. The cluster of a head, which may be one CTA, needs neither a schedule nor a
+// second kernel, but has the same number of CTAs for every head. docs/tuning/kvcache.md has the measurements.
 template <typename Traits>
 int cluster_for(const Flash_fwd_params &params, int max_smem) {
-    // The most keys of a cache for which idle SMs do not count; the most keys of a CTA where there is a wide form.
-    constexpr int kShortCache = 4096, kShortPart = 512, smem = Traits::smem_size(kWarpRows);
+    constexpr int kMaxGrid = 65535;     // in y
+    constexpr int kShortCache = 4096;   // keys of one sequence with which idle SMs do not count
+    constexpr int kMaxLongCluster = 2;  // larger ones share SMs: the driver does not spread them
     const DeviceProperties &gpu = device_properties();
-    if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
+    const int64_t heads = int64_t{params.b} * params.h_k;
+    if (gpu.major < 9 || heads > kMaxGrid || Traits::smem_size(kWarpRows) > max_smem) {
         return 0;
     }
-    const int cluster = largest_cluster(params), capacity = params.cache.capacity;
-    const bool fills_gpu = cluster * params.h_k * 8 >= gpu.sm_count * 7;
-    if ((!fills_gpu && capacity > kShortCache) || (kHasWideForm<Traits::kHeadDim> && capacity > kShortPart * cluster)) {
+    const int cluster = largest_cluster(heads);
+    const int64_t ctas = cluster * heads, keys = most_keys(params);
+    const bool fills_gpu = ctas <= gpu.sm_count && ctas * 8 >= gpu.sm_count * 7;
+    bool is_chosen = keys <= int64_t{cluster} * short_part(cluster, Traits::kHeadDim);
+    if (has_one_length(params) && cluster <= kMaxLongCluster) {
+        is_chosen |= fills_gpu;
+    }
+    if (!kHasWideForm<Traits::kHeadDim> && params.b == 1 && cluster > 1) {
+        is_chosen |= fills_gpu || keys <= kShortCache;
+    }
+    if (!is_chosen) {
         return 0;
     }
-    const int active = clusters_at_once<Traits>(cluster);
-    if (active >= params.h_k) {
+    const int64_t active = cluster == 1 ? heads : clusters_at_once<Traits>(cluster);
+    if (active >= heads) {
         return cluster;
     }
     if (trace_enabled()) {
-        trace("cluster_for", "ctas=%d clusters=%d at_once=%d", cluster, params.h_k, active);
+        trace("cluster_for", "ctas=%d clusters=%lld at_once=%lld", cluster, static_cast<long long>(heads),
+              static_cast<long long>(active));
     }
     return 0;
 }
@@ -204,15 +235,17 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
     if (trace_enabled()) {
         trace(
-            "flash_fwd_splitkv_kernel",
+            Traits::kIsCluster ? "flash_fwd_splitkv_cluster_kernel" : "flash_fwd_splitkv_kernel",
             "form=%s rows=%d row_tiles=%d pieces=%d aligned_pieces=%d cluster=%d splits=%s unit=%d threads=%d smem=%d",
             name_of(plan.form), plan.tile_rows, plan.row_tiles, plan.pieces, plan.aligned_pieces, plan.cluster,
             plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit, threads,
             smem);
     }
     if constexpr (Traits::kIsCluster) {
-        ProgrammaticLaunch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
-            .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
+        auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
+        reserve_smem(kernel, smem);
+        ProgrammaticLaunch(dim3(1, plan.cluster * params.b * params.h_k), plan.cluster, threads, smem, stream)
+            .run(kernel, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
         return false;
     } else {
         auto kernel = &flash_fwd_splitkv_kernel<Traits>;

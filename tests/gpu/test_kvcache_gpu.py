@@ -17,6 +17,7 @@ from ..conftest import IS_HOPPER
 from ..support.gpu_calls import capture, each_gpu_backend
 from ..support.kvcache_cases import (
     BY_NAME,
+    CLUSTER_SIZES,
     CLUSTERS,
     MANY_ROWS,
     PIECES,
@@ -63,7 +64,8 @@ def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
     ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
      "pages_leftpad", "rotary_leftpad", "together", "split_keys", "many_rows", "many_rows_tiles",
      "many_rows_batch_idx", "many_rows_pages_64", "tall_260_128", "tall_pages_16", "pieces_whole_heads",
-     "pieces_of_sequences", "pieces_fewer_than_heads", "cluster", "wide_one_row", "wide_sequences"],
+     "pieces_of_sequences", "pieces_fewer_than_heads", "cluster", "cluster_of_1", "cluster_of_2", "cluster_of_4_pages_7", "wide_one_row",
+     "wide_sequences"],
 )  # fmt: skip
 def test_a_graph_replays_with_other_lengths_rows_and_pages(
     name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str
@@ -95,6 +97,7 @@ def test_a_graph_replays_with_other_lengths_rows_and_pages(
         ("tall_long", 0),
         ("pieces_of_a_head", 0),
         ("cluster", 0),
+        ("cluster_of_2", 0),
         ("wide_one_row", 0),
     ],
 )
@@ -207,9 +210,9 @@ def chained(call: CacheCall, waits: bool) -> list[Tensor]:
 
 # One sequence with more than 512 keys for each of 128 thread blocks, and with up to 512.
 LONG_ROW = dataclasses.replace(
-    BY_NAME["one_row"], name="long_row", lengths=(9001,), capacity=16000, nheads=32, nheads_k=8, headdim=128
+    BY_NAME["one_row"], name="long_row", lengths=(9001,), capacity=16500, nheads=32, nheads_k=8, headdim=128
 )
-SHORT_ROW = dataclasses.replace(LONG_ROW, name="short_row", lengths=(8003,), capacity=8192)
+SHORT_ROW = dataclasses.replace(LONG_ROW, name="short_row", lengths=(4003,), capacity=4096)
 CHAINED = [
     BY_NAME[name]
     for name in ("one_row", "long", "decode", "mqa_32", "rotary", "chunk", "many_rows_causal", "tall_260_128")
@@ -368,18 +371,19 @@ def test_few_keys_run_on_clusters_or_wide_thread_blocks(
 
 
 def assert_clusters_or_wide_ctas(case: KvCacheCase, is_wide: bool, trace: str) -> None:
-    """The trace names the wide form, or clusters of 16 CTAs; skips on a GPU that has too few SMs for these."""
-    if torch.cuda.get_device_properties().multi_processor_count < 128:
-        pytest.skip("clusters of 16 thread blocks for 8 heads need 128 SMs")
+    """The trace names the wide form, or clusters and their size; skips on a GPU that runs too few clusters at once."""
+    if torch.cuda.get_device_properties().multi_processor_count != 132:
+        pytest.skip("the number of thread blocks of a cluster is that of a GPU with 132 SMs")
     if is_wide:
         assert "form=wide " in trace
         return
-    refused = re.search(rf"cluster_for +ctas=16 clusters={case.nheads_k} at_once=(\d+)", trace)
+    heads, size = case.batch * case.nheads_k, CLUSTER_SIZES.get(case.name, 16)
+    refused = re.search(rf"cluster_for +ctas={size} clusters={heads} at_once=(\d+)", trace)
     if refused:
-        assert int(refused[1]) < case.nheads_k
+        assert int(refused[1]) < heads
         assert "form=cluster " not in trace
-        pytest.skip(f"of the clusters of 16 SMs for {case.nheads_k} heads, this GPU runs only {refused[1]} at once")
-    assert re.search("form=cluster .* cluster=16 ", trace)
+        pytest.skip(f"of the clusters of {size} SMs for {heads} heads, this GPU runs only {refused[1]} at once")
+    assert re.search(f"flash_fwd_splitkv_cluster_kernel +form=cluster .* cluster={size} ", trace), trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -395,9 +399,9 @@ def test_pieces(case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvC
         "pieces_of_a_head": ("wide", "pieces=16 aligned_pieces=16"),
         "pieces_of_heads": ("wide", "pieces=16 aligned_pieces=16"),
         "pieces_of_sequences": ("wide", "pieces=16 aligned_pieces=0"),
-        "pieces_fewer_than_heads": ("few_rows", "pieces=35 aligned_pieces=35"),
+        "pieces_fewer_than_heads": ("few_rows", "pieces=49 aligned_pieces=49"),
         "pieces_of_40_heads": ("wide", "pieces=132 aligned_pieces=0"),
-        "pieces_short": ("wide", "pieces=1 aligned_pieces=1"),
+        "pieces_short": ("wide", "pieces=16 aligned_pieces=16"),
     }[case.name]
     assert re.search(f"flash_fwd_splitkv_kernel +form={form} .*{pieces} ", trace), trace
 

@@ -286,35 +286,57 @@ TALL_TILES = [
     for size, d in ((8, 128), (16, 128), (24, 64), (64, 128), (96, 96), (256, 128), (360, 128))
 ]  # fmt: skip
 
-# How the split-KV kernel of CUDA cuts keys into pieces on 132 SMs, with few rows.
+# How the split-KV kernel of CUDA cuts keys into pieces on 132 SMs, with few rows. On Hopper a cache for fewer keys would
+# run on clusters.
 _EIGHT_HEADS: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "causal": True, "seqlen_new": 1}
 _LENGTHS_OF_16 = (300, 0, 17, 299, 64, 65, 128, 1, 300, 200, 100, 50, 25, 12, 6, 3)
 PIECES = [
-    _case("pieces_whole_heads", "equal lengths: a piece is a head", (299,) * 16, 300, **_EIGHT_HEADS),
-    _case("pieces_mixed_heads", "the same shape, mixed lengths", _LENGTHS_OF_16, 301, headdim=128, **_EIGHT_HEADS),
-    _case("pieces_of_a_head", "equal lengths: a head has several pieces", (700,) * 2, 720, **_EIGHT_HEADS),
-    _case("pieces_of_heads", "equal lengths: a piece has several heads", (90,) * 64, 100, **_EIGHT_HEADS),
-    _case("pieces_of_sequences", "CTAs of the same keys", (700, 3, 0), 720, headdim=128, **_EIGHT_HEADS),
-    _case("pieces_fewer_than_heads", "a piece has many heads", tuple(range(70)), 100, headdim=32, **_EIGHT_HEADS),
-    _case("pieces_of_40_heads", "the heads do not fill the CTAs", (300, 200), 310, nheads=40, nheads_k=40,
+    _case("pieces_whole_heads", "equal lengths: a piece is a head", (299,) * 16, 2100, **_EIGHT_HEADS),
+    _case("pieces_mixed_heads", "the same shape, mixed lengths", _LENGTHS_OF_16, 1100, headdim=128, **_EIGHT_HEADS),
+    _case("pieces_of_a_head", "equal lengths: a head has several pieces", (700,) * 2, 8300, **_EIGHT_HEADS),
+    _case("pieces_of_heads", "equal lengths: a piece has several heads", (90,) * 64, 2100, **_EIGHT_HEADS),
+    _case("pieces_of_sequences", "CTAs of the same keys", (700, 3, 0), 1100, headdim=128, **_EIGHT_HEADS),
+    _case("pieces_fewer_than_heads", "a piece has many heads", tuple(range(98)), 2100, headdim=32, **_EIGHT_HEADS),
+    _case("pieces_of_40_heads", "the heads do not fill the CTAs", (300, 200), 2100, nheads=40, nheads_k=40,
           **_DECODE),
-    _case("pieces_short", "less than two units", (3, 0), 8, **_EIGHT_HEADS),
+    _case("pieces_short", "less than two units", (3, 0), 8300, **_EIGHT_HEADS),
 ]  # fmt: skip
 
-# On clusters of 16 CTAs and in the wide form of Hopper, with 128 SMs or more. Most are short enough for a sanitizer.
+# On clusters and in the wide form of Hopper, with 132 SMs. Most are short enough for a sanitizer. CLUSTER_SIZES has the
+# CTAs of each cluster.
 CLUSTERS = [
     _case("cluster", "the CTAs of a cluster share a head", (250,), 256, **_EIGHT_HEADS),
     _case("cluster_pages_7", "the same in pages", (250,), 256, page_size=7, **_EIGHT_HEADS),
     _case("cluster_few_keys", "most CTAs have no key", (20,), 256, headdim=128, **_EIGHT_HEADS),
     _case("cluster_192", "a CTA fills an SM", (250,), 256, nheads=4, nheads_k=4, headdim=192, **_DECODE),
-]
+    _case("cluster_of_1", "a CTA has a head", _LENGTHS_OF_16, 301, headdim=128, **_EIGHT_HEADS),
+    _case("cluster_of_1_96", "nearly as many heads as SMs", (250, 9, 0, 60) * 4, 300, headdim=96, **_EIGHT_HEADS),
+    _case("cluster_of_1_waves", "more CTAs than fit at once", tuple(range(70)), 100, headdim=32, **_EIGHT_HEADS),
+    _case("cluster_of_1_256", "the same, one CTA an SM", (250, 9, 0) * 6, 300, headdim=256, **_EIGHT_HEADS),
+    _case("cluster_of_2", "two CTAs have a head", (250, 9, 0, 33, 100, 7, 1, 64), 256, **_EIGHT_HEADS),
+    _case("cluster_of_2_window", "few keys are seen", (250, 9, 0, 33, 100, 7, 1, 64), 256, headdim=128,
+          **{**_EIGHT_HEADS, "seqlen_q": 3, "seqlen_new": 3, "window_size": (40, 0)}),
+    _case("cluster_of_2_one_length", "the host knows the length of long caches", (4200,) * 8, 9000, lengths_as="int",
+          headdim=128, **_EIGHT_HEADS),
+    _case("cluster_of_2_full", "the same, without cache_seqlens", (2500,) * 8, 2500, lengths_as="none", headdim=128,
+          **{**_EIGHT_HEADS, "seqlen_new": None}),
+    _case("cluster_of_4", "four CTAs have a head", (250, 90, 0), 256, headdim=128, **_EIGHT_HEADS),
+    _case("cluster_of_4_pages_7", "the same in pages", (250, 90, 0), 256, page_size=7, **_EIGHT_HEADS),
+    _case("cluster_of_8_leftpad", "left padding, other rows", (250, 90), 256, leftpad=(65, 9), spare_rows=2,
+          **_EIGHT_HEADS),
+]  # fmt: skip
+CLUSTER_SIZES = {case.name: 16 for case in CLUSTERS} | {
+    case.name: int(case.name.split("_")[2]) for case in CLUSTERS if case.name.startswith("cluster_of_")
+}
 WIDE_CTAS = [
-    _case("wide_sequences", "two sequences", (250, 90), 256, headdim=128, **_EIGHT_HEADS),
-    _case("wide_one_row", "one sequence in a cache for many keys", (250,), 8300, **_EIGHT_HEADS),
-    _case("wide_one_row_pages_7", "the same in pages", (250,), 8300, page_size=7, **_EIGHT_HEADS),
+    _case("wide_sequences", "two sequences", (250, 90), 2100, headdim=128, **_EIGHT_HEADS),
+    _case("wide_one_length", "a length that the host knows", (2500,) * 5, 2600, lengths_as="int", headdim=128,
+          **_EIGHT_HEADS),
+    _case("wide_one_row", "one sequence in a cache for many keys", (250,), 16500, **_EIGHT_HEADS),
+    _case("wide_one_row_pages_7", "the same in pages", (250,), 16500, page_size=7, **_EIGHT_HEADS),
 ] + [
     _case(f"wide_runs{name}", "a CTA goes from sequence to sequence",
-          tuple(53 * i % (keys - 1) * (i % 7 > 0) for i in range(40)), keys, **{**_EIGHT_HEADS, **options})
+          tuple(53 * i % (keys - 1) * (i % 7 > 0) for i in range(40)), 2100, **{**_EIGHT_HEADS, **options})
     for name, keys, options in (
         ("_64", 300, {}),
         ("_96", 300, {"headdim": 96}),
