@@ -2,7 +2,8 @@
 bench_models.py has generation by a whole model.
 
 A figure is a result of its own, such as kvcache_decode. Caches exceed the L2 cache and are used in turn; calls are
-replayed as CUDA graphs; lengths are in GPU memory unless a contender says that the host knows them. On the CPU, torch's threads are set to 1 and to 2.
+replayed as CUDA graphs. Lengths are in GPU memory, except where a contender's caches are full. On the CPU, torch's
+threads are set to 1 and to 2.
 
   python -m benchmarks.bench_kvcache                            every figure of the GPU, bf16
   python -m benchmarks.bench_kvcache --figure decode --quick    the first shapes of one figure
@@ -110,8 +111,9 @@ def draw(point: Point, device: torch.device, dtype: torch.dtype) -> Problem:
 
 
 class Ours(Rival):
-    """flash_attn_with_kvcache of one backend: on pages, with new keys, or with new keys and rotary embedding; or without
-    cache_seqlens, so that the host knows that the caches are full, as PyTorch's kernels do.
+    """flash_attn_with_kvcache of one backend: on pages, with new keys, or with new keys and rotary embedding.
+
+    ``full``: without cache_seqlens, so that the host knows that the caches are full, as it does for PyTorch's kernels.
     """
 
     def __init__(

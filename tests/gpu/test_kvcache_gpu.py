@@ -64,8 +64,8 @@ def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
     ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
      "pages_leftpad", "rotary_leftpad", "together", "split_keys", "many_rows", "many_rows_tiles",
      "many_rows_batch_idx", "many_rows_pages_64", "tall_260_128", "tall_pages_16", "pieces_whole_heads",
-     "pieces_of_sequences", "pieces_fewer_than_heads", "cluster", "cluster_of_1", "cluster_of_2", "cluster_of_4_pages_7", "wide_one_row",
-     "wide_sequences"],
+     "pieces_of_sequences", "pieces_fewer_than_heads", "cluster", "cluster_of_1", "cluster_of_2",
+     "cluster_of_4_pages_7", "wide_one_row", "wide_sequences"],
 )  # fmt: skip
 def test_a_graph_replays_with_other_lengths_rows_and_pages(
     name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str

@@ -286,8 +286,8 @@ TALL_TILES = [
     for size, d in ((8, 128), (16, 128), (24, 64), (64, 128), (96, 96), (256, 128), (360, 128))
 ]  # fmt: skip
 
-# How the split-KV kernel of CUDA cuts keys into pieces on 132 SMs, with few rows. On Hopper a cache for fewer keys would
-# run on clusters.
+# How the split-KV kernel of CUDA cuts keys into pieces on 132 SMs, with few rows. On Hopper a cache for fewer keys
+# would run on clusters.
 _EIGHT_HEADS: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "causal": True, "seqlen_new": 1}
 _LENGTHS_OF_16 = (300, 0, 17, 299, 64, 65, 128, 1, 300, 200, 100, 50, 25, 12, 6, 3)
 PIECES = [
