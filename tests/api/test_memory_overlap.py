@@ -78,9 +78,11 @@ def test_given_gradients_are_refused_if_and_only_if_they_overlap(draw: torch.Gen
     inputs, options = (dout, q, k, v, out, lse), (None, 0.0, 0.5, False, -1, -1, 0.0, False, None, None)
     expected = _C.bwd(*inputs, None, None, None, *options)[:3]
     refused = 0
-    for _ in range(DRAWS):
+    for index in range(DRAWS):
         buffer = torch.full((400,), torch.nan)
         given = [random_view(buffer, shape, draw) for _ in range(3)]
+        if index == 0:  # few draws do not overlap
+            given = list(buffer[: 3 * q.numel()].view(3, *shape))
         described = [(x.stride(), x.storage_offset()) for x in given]
         is_refused = raises(_C.bwd, *inputs, *given, *options)
         assert is_refused == share_memory(given), f"refused {is_refused}: {described}"
