@@ -76,58 +76,79 @@ int clusters_at_once(int cluster) {
     return active;
 }
 
-// The most keys of a CTA of a cluster with which clusters take less time, whatever the lengths are: what they save
-// without a schedule and a second kernel is more than the time that they wait for the longest sequence. Measured up to
-// head dim 128.
-constexpr int short_part(int cluster, int headdim) {
-    if (cluster <= 2) {
-        return headdim <= 64 ? 2048 : headdim <= 128 ? 1024 : 512;
-    }
-    return headdim <= 64 ? 1024 : 256;
-}
-
-// CTAs of a cluster, or 0: no clusters. The cluster of a head, which may be one CTA, needs neither a schedule nor a
-// second kernel, but has the same number of CTAs for every head. docs/tuning/kvcache.md has the measurements.
-template <typename Traits>
-int cluster_for(const Flash_fwd_params &params, int max_smem) {
-    constexpr int kMaxGrid = 65535;     // in y
-    constexpr int kShortCache = 4096;   // keys of one sequence with which idle SMs do not count
-    constexpr int kMaxLongCluster = 2;  // larger ones share SMs: the driver does not spread them
-    const DeviceProperties &gpu = device_properties();
-    const int64_t heads = int64_t{params.b} * params.h_k;
-    if (gpu.major < 9 || heads > kMaxGrid || Traits::smem_size(kWarpRows) > max_smem) {
-        return 0;
-    }
-    const int cluster = largest_cluster(heads);
-    const int64_t ctas = cluster * heads, keys = most_keys(params);
-    const bool fills_gpu = ctas <= gpu.sm_count && ctas * 8 >= gpu.sm_count * 7;
-    bool is_chosen = keys <= int64_t{cluster} * short_part(cluster, Traits::kHeadDim);
-    if (has_one_length(params) && cluster <= kMaxLongCluster) {
-        is_chosen |= fills_gpu;
-    }
-    if (!kHasWideForm<Traits::kHeadDim> && params.b == 1 && cluster > 1) {
-        is_chosen |= fills_gpu || keys <= kShortCache;
-    }
-    if (!is_chosen) {
-        return 0;
-    }
-    const int64_t active = cluster == 1 ? heads : clusters_at_once<Traits>(cluster);
-    if (active >= heads) {
-        return cluster;
-    }
-    if (trace_enabled()) {
-        trace("cluster_for", "ctas=%d clusters=%lld at_once=%lld", cluster, static_cast<long long>(heads),
-              static_cast<long long>(active));
-    }
-    return 0;
-}
-
 // CTAs that fit into an SM.
 template <typename Traits>
 int ctas_of_sm(int tile_rows, int max_smem) {
     constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
     const int by_smem = std::min(kSmemOfSM, max_smem) / (Traits::smem_size(tile_rows) + kReserved);
     return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
+}
+
+// True if `ctas` CTAs, one on an SM, leave at most an eighth of the SMs idle.
+inline bool fill_gpu(int64_t ctas) {
+    const int64_t sms = device_properties().sm_count, waves = (ctas + sms - 1) / sms;
+    return ctas * 8 >= waves * sms * 7;
+}
+
+// The most keys of a CTA of a cluster with which clusters take less time, whatever the lengths are: what they save
+// without a schedule and a second kernel is more than the time that they wait for the longest sequence. Above head dim
+// 128 an SM holds one CTA, so idle SMs count.
+constexpr int short_part(int cluster, int headdim, bool fills_gpu) {
+    if (cluster > 2) {
+        return headdim <= 64 ? 1024 : 256;
+    }
+    return headdim <= 64 ? 2048 : headdim <= 128 || fills_gpu ? 1024 : 512;
+}
+
+// True if a cluster of `cluster` CTAs for each head takes less time than pieces. It needs neither a schedule nor a
+// second kernel, but has the same number of CTAs for every head. docs/tuning/kvcache.md has the measurements.
+template <int kHeadDim>
+bool prefers_clusters(const Flash_fwd_params &params, int cluster) {
+    constexpr int kShortCache = 4096;   // keys of one sequence with which idle SMs do not count
+    constexpr int kMaxLongCluster = 2;  // larger ones share SMs: the driver does not spread them
+    const int64_t heads = int64_t{params.b} * params.h_k, ctas = cluster * heads, keys = most_keys(params);
+    const bool fills_gpu = fill_gpu(ctas), is_one_wave = ctas <= device_properties().sm_count;
+    if (keys <= int64_t{cluster} * short_part(cluster, kHeadDim, fills_gpu)) {
+        return true;
+    }
+    if (has_one_length(params) && cluster <= kMaxLongCluster && fills_gpu && is_one_wave) {
+        return true;
+    }
+    const bool is_largest = cluster == largest_cluster(heads);
+    return !kHasWideForm<kHeadDim> && params.b == 1 && cluster > 1 && is_largest && (fills_gpu || keys <= kShortCache);
+}
+
+// True if two CTAs for each head take less time than one, although some SMs have two or three CTAs: where lengths
+// differ, the longest sequence decides.
+template <typename Traits>
+bool prefers_two_ctas(const Flash_fwd_params &params, int max_smem) {
+    constexpr int kFewKeys = Traits::kHeadDim <= 64 ? 768 : 512;  // which one CTA reads as fast
+    const int64_t heads = int64_t{params.b} * params.h_k;
+    return params.b > 1 && !has_one_length(params) && most_keys(params) > kFewKeys &&
+           heads * 4 <= device_properties().sm_count * 5 && ctas_of_sm<Traits>(kWarpRows, max_smem) > 1;
+}
+
+// CTAs of a cluster, or 0: no clusters. The cluster of a head may be one CTA.
+template <typename Traits>
+int cluster_for(const Flash_fwd_params &params, int max_smem) {
+    constexpr int kMaxGrid = 65535;  // in y
+    const int64_t heads = int64_t{params.b} * params.h_k;
+    if (device_properties().major < 9 || heads > kMaxGrid || Traits::smem_size(kWarpRows) > max_smem) {
+        return 0;
+    }
+    for (int cluster = largest_cluster(heads); prefers_clusters<Traits::kHeadDim>(params, cluster); cluster /= 2) {
+        if (cluster == 1) {
+            return prefers_two_ctas<Traits>(params, max_smem) ? 2 : 1;
+        }
+        const int at_once = clusters_at_once<Traits>(cluster);
+        if (at_once >= heads) {
+            return cluster;
+        }
+        if (trace_enabled()) {
+            trace("cluster_for", "ctas=%d clusters=%lld at_once=%d", cluster, static_cast<long long>(heads), at_once);
+        }
+    }
+    return 0;
 }
 
 // True if one CTA on each SM takes less time than smaller ones: while a CTA has few heads. Between two heads no other

@@ -177,10 +177,10 @@ def test_extreme_sinks(case: Case, kernels: str, device: str, dtype: torch.dtype
     call = partial(flash_attn_func, *inputs, return_attn_probs=True, backend=kernels)
     plain, plain_lse, _ = call()
     out, lse, _ = call(learnable_sink=torch.full((case.nheads,), logit, device=device))
-    if logit < 0 and kernels != "triton":
+    if logit < 0 and kernels == "cpu":
         assert torch.equal(out, plain)
         assert torch.equal(lse, plain_lse)
-    elif logit < 0:  # Triton compiles another kernel, whose compiler contracts other products and sums
+    elif logit < 0:  # on a GPU another kernel: CUDA's for short sequences has no sinks, Triton compiles one for them
         torch.testing.assert_close(out, plain, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
         torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-6)
     else:
