@@ -76,14 +76,6 @@ int clusters_at_once(int cluster) {
     return active;
 }
 
-// CTAs that fit into an SM.
-template <typename Traits>
-int ctas_of_sm(int tile_rows, int max_smem) {
-    constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
-    const int by_smem = std::min(kSmemOfSM, max_smem) / (Traits::smem_size(tile_rows) + kReserved);
-    return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
-}
-
 // True if `ctas` CTAs, one on an SM, leave at most an eighth of the SMs idle.
 inline bool fill_gpu(int64_t ctas) {
     const int64_t sms = device_properties().sm_count, waves = (ctas + sms - 1) / sms;
@@ -118,14 +110,14 @@ bool prefers_clusters(const Flash_fwd_params &params, int cluster) {
     return !kHasWideForm<kHeadDim> && params.b == 1 && cluster > 1 && is_largest && (fills_gpu || keys <= kShortCache);
 }
 
-// True if two CTAs for each head take less time than one, although some SMs have two or three CTAs: where lengths
-// differ, the longest sequence decides.
-template <typename Traits>
-bool prefers_two_ctas(const Flash_fwd_params &params, int max_smem) {
-    constexpr int kFewKeys = Traits::kHeadDim <= 64 ? 768 : 512;  // which one CTA reads as fast
+// True if two CTAs for each head take less time than one, although some SMs get three: where lengths differ, the longest
+// sequence decides. Above head dim 128 an SM holds one CTA.
+template <int kHeadDim>
+bool prefers_two_ctas(const Flash_fwd_params &params) {
+    constexpr int kFewKeys = kHeadDim <= 64 ? 768 : 512;  // one CTA reads these as fast
     const int64_t heads = int64_t{params.b} * params.h_k;
-    return params.b > 1 && !has_one_length(params) && most_keys(params) > kFewKeys &&
-           heads * 4 <= device_properties().sm_count * 5 && ctas_of_sm<Traits>(kWarpRows, max_smem) > 1;
+    return kHeadDim <= 128 && params.b > 1 && !has_one_length(params) && most_keys(params) > kFewKeys &&
+           heads * 4 <= device_properties().sm_count * 5;
 }
 
 // CTAs of a cluster, or 0: no clusters. The cluster of a head may be one CTA.
@@ -138,7 +130,7 @@ int cluster_for(const Flash_fwd_params &params, int max_smem) {
     }
     for (int cluster = largest_cluster(heads); prefers_clusters<Traits::kHeadDim>(params, cluster); cluster /= 2) {
         if (cluster == 1) {
-            return prefers_two_ctas<Traits>(params, max_smem) ? 2 : 1;
+            return prefers_two_ctas<Traits::kHeadDim>(params) ? 2 : 1;
         }
         const int at_once = clusters_at_once<Traits>(cluster);
         if (at_once >= heads) {
@@ -149,6 +141,14 @@ int cluster_for(const Flash_fwd_params &params, int max_smem) {
         }
     }
     return 0;
+}
+
+// CTAs that fit into an SM.
+template <typename Traits>
+int ctas_of_sm(int tile_rows, int max_smem) {
+    constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
+    const int by_smem = std::min(kSmemOfSM, max_smem) / (Traits::smem_size(tile_rows) + kReserved);
+    return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
 }
 
 // True if one CTA on each SM takes less time than smaller ones: while a CTA has few heads. Between two heads no other
