@@ -110,8 +110,8 @@ bool prefers_clusters(const Flash_fwd_params &params, int cluster) {
     return !kHasWideForm<kHeadDim> && params.b == 1 && cluster > 1 && is_largest && (fills_gpu || keys <= kShortCache);
 }
 
-// True if two CTAs for each head take less time than one, although some SMs get three: where lengths differ, the longest
-// sequence decides. Above head dim 128 an SM holds one CTA.
+// True if two CTAs for each head take less time than one, although some SMs get three of them: where lengths differ,
+// the longest sequence decides. Above head dim 128 an SM holds one CTA.
 template <int kHeadDim>
 bool prefers_two_ctas(const Flash_fwd_params &params) {
     constexpr int kFewKeys = kHeadDim <= 64 ? 768 : 512;  // one CTA reads these as fast
