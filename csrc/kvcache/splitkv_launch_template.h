@@ -76,15 +76,15 @@ int clusters_at_once(int cluster) {
     return active;
 }
 
-// True if `ctas` CTAs, one on an SM, leave at most an eighth of the SMs idle.
+// True if `ctas` CTAs, one on an SM, leave at most an eighth of the SMs idle, on average over the waves.
 inline bool fill_gpu(int64_t ctas) {
     const int64_t sms = device_properties().sm_count, waves = (ctas + sms - 1) / sms;
     return ctas * 8 >= waves * sms * 7;
 }
 
-// The most keys of a CTA of a cluster with which clusters take less time, whatever the lengths are: what they save
-// without a schedule and a second kernel is more than the time that they wait for the longest sequence. Above head dim
-// 128 an SM holds one CTA, so idle SMs count.
+// The most keys of a CTA of a cluster with which clusters take less time, also if lengths differ: what they save without
+// a schedule and a second kernel is more than the time that they wait for the longest sequence. docs/tuning/kvcache.md
+// has the exceptions. Above head dim 128 an SM holds one CTA, so idle SMs count.
 constexpr int short_part(int cluster, int headdim, bool fills_gpu) {
     if (cluster > 2) {
         return headdim <= 64 ? 1024 : 256;
@@ -110,8 +110,8 @@ bool prefers_clusters(const Flash_fwd_params &params, int cluster) {
     return !kHasWideForm<kHeadDim> && params.b == 1 && cluster > 1 && is_largest && (fills_gpu || keys <= kShortCache);
 }
 
-// True if two CTAs for each head take less time than one, although some SMs get three of them: where lengths differ,
-// the longest sequence decides. Above head dim 128 an SM holds one CTA.
+// True if two CTAs for each head take less time than one: where lengths differ, the longest sequence decides. An SM
+// holds two CTAs up to head dim 128.
 template <int kHeadDim>
 bool prefers_two_ctas(const Flash_fwd_params &params) {
     constexpr int kFewKeys = kHeadDim <= 64 ? 768 : 512;  // one CTA reads these as fast

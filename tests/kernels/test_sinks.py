@@ -175,17 +175,24 @@ def test_extreme_sinks(case: Case, kernels: str, device: str, dtype: torch.dtype
     """-inf is no sink; a sink far below all logits changes nothing that a dtype holds; one far above takes all."""
     inputs = make_inputs(case, dtype, device, seed)
     call = partial(flash_attn_func, *inputs, return_attn_probs=True, backend=kernels)
-    plain, plain_lse, _ = call()
-    out, lse, _ = call(learnable_sink=torch.full((case.nheads,), logit, device=device))
-    if logit < 0 and kernels == "cpu":
-        assert torch.equal(out, plain)
-        assert torch.equal(lse, plain_lse)
-    elif logit < 0:  # on a GPU another kernel: CUDA's for short sequences has no sinks, Triton compiles one for them
-        torch.testing.assert_close(out, plain, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-        torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-6)
-    else:
+
+    def with_sink(logit: float) -> tuple[Tensor, Tensor]:
+        return call(learnable_sink=torch.full((case.nheads,), logit, device=device))[:2]
+
+    out, lse = with_sink(logit)
+    if logit > 0:
         assert not out.any() or out.abs().max() < 1e-30
         torch.testing.assert_close(lse, torch.full_like(lse, logit))
+        return
+    for got, expected in zip((out, lse), with_sink(-math.inf), strict=True):
+        assert torch.equal(got, expected)
+    plain, plain_lse, _ = call()
+    if kernels == "cpu":
+        assert torch.equal(out, plain)
+        assert torch.equal(lse, plain_lse)
+    else:  # Another kernel runs without sinks: CUDA's for short sequences, or the one that Triton compiles then.
+        torch.testing.assert_close(out, plain, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-6)
 
 
 @on_backends(WITHOUT_KEYS, SMALL)
