@@ -82,9 +82,9 @@ inline bool fill_gpu(int64_t ctas) {
     return ctas * 8 >= waves * sms * 7;
 }
 
-// The most keys of a CTA of a cluster with which clusters take less time, also if lengths differ: what they save without
-// a schedule and a second kernel is more than the time that they wait for the longest sequence. docs/tuning/kvcache.md
-// has the exceptions. Above head dim 128 an SM holds one CTA, so idle SMs count.
+// The most keys of a CTA of a cluster with which clusters take less time, also if lengths differ: what they save
+// without a schedule and a second kernel is more than the time that they wait for the longest sequence.
+// docs/tuning/kvcache.md has the exceptions. Above head dim 128 an SM holds one CTA, so idle SMs count.
 constexpr int short_part(int cluster, int headdim, bool fills_gpu) {
     if (cluster > 2) {
         return headdim <= 64 ? 1024 : 256;
