@@ -114,7 +114,7 @@ bool prefers_clusters(const Flash_fwd_params &params, int cluster) {
 // holds two CTAs up to head dim 128.
 template <int kHeadDim>
 bool prefers_two_ctas(const Flash_fwd_params &params) {
-    constexpr int kFewKeys = kHeadDim <= 64 ? 768 : 512;  // one CTA reads these as fast
+    constexpr int kFewKeys = kHeadDim <= 64 ? 768 : 512;  // between calls that gained and that lost
     const int64_t heads = int64_t{params.b} * params.h_k;
     return kHeadDim <= 128 && params.b > 1 && !has_one_length(params) && most_keys(params) > kFewKeys &&
            heads * 4 <= device_properties().sm_count * 5;
